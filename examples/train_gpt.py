@@ -1,7 +1,7 @@
 """Train a byte-level GPT through a pipeline of two stages, then report and draw the step with the median time.
 
     python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
-    torchrun --nproc_per_node 2 examples/train_gpt.py    # one process for each rank, and identical weights
+    torchrun --nproc_per_node 2 examples/train_gpt.py    # one process per rank; the weights are identical
 
 The training text is the source code of Python's standard library. The script writes report.html and report.png (the
 plan, and the predicted step above the measured one), trace.json (for Perfetto) and plan.json.
@@ -85,7 +85,7 @@ def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[T
 
 
 def ranks() -> dict[str, Any]:
-    """The mesh of all processes under torchrun; otherwise two devices. One GPU or the CPU can serve as both."""
+    """The mesh of all processes under torchrun; otherwise two devices. Both can be the same GPU, or the CPU."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (int(os.environ["WORLD_SIZE"]),)
@@ -162,7 +162,7 @@ def train(
 
 
 def median_step(traces: list[pipesched.Trace]) -> tuple[pipesched.Trace, str]:
-    """Return the step with the median time, and a note on the times of all steps except the first, a warm-up."""
+    """Return the step with the median time, and a note on the step times. The first step, a warm-up, is left out."""
     steps = sorted(traces[1:] or traces, key=lambda trace: trace.makespan_s)
     times = [trace.makespan_s * 1e3 for trace in steps]
     middle = median_low(times)

@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. The final weights
-are bit-identical on any number of ranks, however often the run is interrupted. Only two options change the weights:
-both change the order in which numbers are added. With --replicas, each replica first adds the gradients of its
+are bit-identical on any number of ranks, however often the run is interrupted. Only two options change the weights,
+because they change the order in which numbers are added. With --replicas, each replica first adds the gradients of its
 own micro-batches. With --zero 2, the gradients are split across replicas, and the norm for clipping is combined from
 the norms of the parts.
 """
@@ -74,7 +74,10 @@ class StopSignal:
         self._received = True
 
     def on_any_rank(self) -> bool:
-        """Return whether a signal has reached any rank, so that all ranks stop after the same step. Collective."""
+        """Return whether a signal has reached any rank, so that all ranks stop after the same step.
+
+        All ranks must call this method.
+        """
         if not distributed.is_initialized():
             return self._received
         received = torch.tensor(float(self._received), device="cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +116,7 @@ def rate(step: int, steps: int, warmup: int = 50) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command's arguments."""
+    """Parse the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="number of training steps (default: 2000)")
     parser.add_argument("--save-every", type=int, default=100, help="steps from one save to the next (default: 100)")

@@ -7,7 +7,7 @@
     pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
     loss = pipe.step(x, target=y)  # runs every forward and backward; the gradients are in .grad
 
-To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`. To log its steps: `StepLog`.
+To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`. To log steps: `StepLog`.
 To add a loss inside a layer: `add_loss`. To pass micro-batches that you have cut yourself: `Microbatch`.
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.

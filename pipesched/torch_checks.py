@@ -1,4 +1,4 @@
-"""Argument checks that need torch, for `Pipeline` and `tune`. Each error states which value to pass instead."""
+"""Argument checks that need torch, for `Pipeline` and `tune`. Each error message says what to pass instead."""
 
 import inspect
 import math

@@ -28,18 +28,18 @@ _SIZES = (Unit("GiB", 2**-30), Unit("MiB", 2**-20), Unit("KiB", 2**-10), Unit("B
 
 
 def _largest(units: tuple[Unit, ...], value: float) -> Unit:
-    """Return the largest unit in which ``value`` is at least 1; for 0, the unit without a prefix."""
+    """Return the largest unit in which ``value`` is at least 1, or the unit without a prefix if ``value`` is 0."""
     plain = next(unit for unit in units if unit.per_one == 1)
     return next((unit for unit in units if value * unit.per_one >= 1), units[-1] if value else plain)
 
 
 def time_unit(seconds: float) -> Unit:
-    """Return the unit for showing times of up to ``seconds``: s, ms or us."""
+    """Return the unit (s, ms or us) for times whose maximum is ``seconds``."""
     return _largest(_TIMES, seconds)
 
 
 def byte_unit(size: float) -> Unit:
-    """Return the unit for showing sizes of up to ``size`` bytes: B, KiB, MiB or GiB."""
+    """Return the unit (B, KiB, MiB or GiB) for sizes whose maximum is ``size`` bytes."""
     return _largest(_SIZES, size)
 
 

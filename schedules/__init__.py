@@ -1,12 +1,12 @@
-"""The schedules, one per file. The schedules in this folder are registered automatically.
+"""The schedules, one per file. All schedules in this folder are registered automatically.
 
 Their docstrings use p for the number of ranks, m for the number of micro-batches and v for the number of chunks per
 rank. F, B, I and W are the times of a forward, a full backward, the input gradients and the weight gradients on a rank;
 f, b, i and w are these times for one chunk. F&B is the time of an overlapping forward and backward. The bubble is the
-idle time of a rank in a step; the span bubble is the part of it between the start of the rank's first action and the
-end of its last action.
+idle time of a rank in a step; the span bubble is the part of the bubble between the start of the rank's first action
+and the end of its last action.
 
-Installed packages can add schedules through entry points of the group ``pipesched.schedules``. Each entry point names a
+Installed packages can add schedules through entry points in the group ``pipesched.schedules``. Each entry point names a
 Schedule or a module that contains Schedules. For example, in the package's pyproject.toml:
 
     [project.entry-points."pipesched.schedules"]
@@ -45,7 +45,7 @@ def _registered() -> dict[str, Schedule]:
 
 
 def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
-    """Return the schedules. If one has the option ``starts``, set the option to all schedules that do not have it."""
+    """Return the schedules, with the option ``starts`` set to all schedules that do not have this option."""
     starts = _Starts(schedule for _, schedule in sorted(registered.items()) if "starts" not in schedule.options)
     return {
         name: schedule if schedule in starts else schedule.with_options(starts=starts)
@@ -54,9 +54,9 @@ def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
 
 
 class _Starts(tuple[Schedule, ...]):
-    """The schedules from which another schedule starts its search.
+    """The value of the option ``starts`` of a schedule: the schedules from which its search starts.
 
-    The repr is short, because it is shown among the options of that schedule.
+    The repr is short, because it is shown in the list of the schedule's options.
     """
 
     __slots__ = ()

@@ -8,9 +8,9 @@ from pipesched.program.generators.list_scheduling import backward_first, whole_w
 def hanayo(shape: Shape) -> list[Order]:
     """The stages form n waves, with 2n chunks per rank; each B runs as early as possible. Hanayo, Liu et al. 2023.
 
-    Pass chunks_per_rank=2 for one wave (the default), 4 for two waves, and so on. If a rank could run a B or an F, it
-    runs the B. Where a wave turns, at the first or the last rank, two consecutive stages are on the same rank and
-    exchange no messages.
+    Pass chunks_per_rank=2 for one wave (the default), 4 for two waves, and so on. If both a B and an F are
+    ready, the rank runs the B. Where a wave turns, at the first or the last rank, two consecutive stages share a rank
+    and exchange no messages.
 
     The bubble is about (2p-2)/(3pn+p-1) of the makespan for m = p and B = 2F; every rank holds at most p micro-batches.
     """

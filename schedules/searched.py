@@ -1,4 +1,4 @@
-"""Searched: an order made for given costs, placement and memory limits, by list scheduling and simulated annealing."""
+"""Searched: an order found for given costs, placement and limits by list scheduling and simulated annealing."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,9 +25,9 @@ def searched(
 ) -> list[Order]:
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
-    The search starts from list schedules and from all other schedules that fit, and improves the best by simulated
-    annealing. For at most 100 actions, it also runs a beam search. It ends early if it proves that no order is shorter.
-    Backwards may be split. If one of the other schedules is as short, its order is used. The result is deterministic.
+    The search starts from list schedules and from all other schedules that fit, and improves the best of them by
+    simulated annealing. With at most 100 actions, it also runs a beam search. It stops once it proves that no order is
+    shorter. It may split backwards. If another schedule is as short, its order is used. The result is deterministic.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.

@@ -23,7 +23,7 @@ def zb_auto(
         costs: the times of each stage. Default: identical stages.
         max_in_flight: the maximum number of micro-batches that a rank may hold at the same time. Default: p, which
             gives ZB-1p; 2p gives ZB-2p.
-        weight_grad_share: the fraction of a micro-batch's activations that stays in memory from I to W. The paper's
+        weight_grad_share: the fraction of a micro-batch's activations that is kept from the I to the W. The paper's
             ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens. Default: 1.
     """
     return zero_bubble(shape, costs, max_in_flight=max_in_flight, weight_grad_share=weight_grad_share)

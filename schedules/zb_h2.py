@@ -1,4 +1,4 @@
-"""ZB-H2: the handcrafted schedule with no bubble, for twice 1F1B's memory (Qi et al. 2023, arXiv:2401.10241)."""
+"""ZB-H2: the handcrafted schedule with no bubble, at twice the memory of 1F1B (Qi et al. 2023, arXiv:2401.10241)."""
 
 from pipesched.order import Order, Shape, schedule
 

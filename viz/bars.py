@@ -56,12 +56,12 @@ def collective_bars(trace: Trace) -> Iterator[Bar]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Return whether two spans are an overlapping pair: they start and end together, and take more than 0 s."""
+    """Return whether two spans form an overlapping pair: both start and end at the same time and take more than 0 s."""
     return one.start_s == other.start_s < one.end_s == other.end_s
 
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
-    """Return the idle times of a rank within the makespan (the bubble), as (start, end) pairs in seconds."""
+    """Return the intervals of the makespan in which a rank is idle, as (start, end) pairs in seconds."""
     idle = []
     first = trace.start_s
     busy_until = first

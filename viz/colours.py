@@ -32,12 +32,12 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
 
 
 def lighter(base: str, chunk: int, num_chunks: int) -> str:
-    """Return the colour ``base`` mixed with white: unchanged for chunk 0, lightest for the last of several chunks."""
+    """Return the colour ``base``, mixed with more white for later chunks and unchanged for chunk 0."""
     return towards_white(base, _LIGHTEST * chunk / max(1, num_chunks - 1))
 
 
 def towards_white(base: str, share: float) -> str:
-    """Return the colour ``base`` mixed with white. ``share``: the fraction of white, from 0 (unchanged) to 1."""
+    """Return the colour ``base`` mixed with white. ``share`` is the fraction of white, from 0 (unchanged) to 1."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 

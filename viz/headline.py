@@ -22,7 +22,7 @@ def headline(trace: Trace, label: str | None = None) -> str:
 
 
 def _communication(trace: Trace) -> str:
-    """Return the hidden fraction of the communication time, as text for the title."""
+    """Return the percentage of communication time that is hidden, as text for the title."""
     return f"{'communication' if Kind.UNSHARD in trace.kinds else 'reductions'} {trace.hidden_communication:.1%}"
 
 

@@ -192,7 +192,7 @@ class _Picture:
         return line.index(behind) > line.index(before) + 1
 
     def _arc(self, way: list[Point], colour: str) -> None:
-        """Draw an arrow between two boxes in the same line, over the boxes between them."""
+        """Draw an arrow between two boxes in the same row, passing above the boxes between them."""
         from matplotlib.patches import FancyArrowPatch
 
         (x, y), (to_x, _) = way

@@ -34,7 +34,7 @@ KIND_NAMES = {
 
 
 def patches(*traces: Trace) -> "list[Patch]":
-    """Return the legend entries: the kinds in the traces, the chunks if a rank has several, and the bubble."""
+    """Return the legend entries: the kinds in the traces, the chunks (if any rank has several) and the bubble."""
     from matplotlib.patches import Patch
 
     entries = [Patch(facecolor=colour(kind), label=_label(kind)) for kind in kinds(*traces)]

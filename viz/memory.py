@@ -18,8 +18,8 @@ _FEW = 8
 def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     """Draw the memory that each rank holds over time, one line for each rank, with the peaks in the legend.
 
-    The unit is bytes. If the trace's costs have no sizes, the lines show the number of (stage, micro-batch) pairs that
-    each rank holds.
+    If the trace's costs have sizes, the lines show bytes. Otherwise, they show the number of (stage, micro-batch) pairs
+    that each rank holds.
 
     Args:
         trace: a predicted or measured trace.
@@ -69,7 +69,7 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
 
 def _line_width(rank: int, num_ranks: int) -> float:
-    """Return the width of a rank's line. With few ranks, lines drawn first are wider, so that no line is hidden."""
+    """Return the width of a rank's line. If there are few ranks, earlier lines are wider, so that none is hidden."""
     return 1.2 if num_ranks > _FEW else 1.2 + 2.4 * (num_ranks - 1 - rank) / num_ranks
 
 

@@ -85,7 +85,7 @@ class Layout:
         return self.lines[self._line_of[before]][1].index(before) if beside else math.inf
 
     def reserve_tie(self, layers: Sequence[str], tie: Any) -> None:
-        """Reserve a lane and tracks for a dashed line between layers with tied weights. ``tie`` identifies the line."""
+        """Reserve a lane and tracks to connect layers with tied weights. ``tie`` identifies this connection."""
         self._lane("left", tie)
         for name in layers:
             self._track(self._line_of[name], ("tie", tie))
@@ -110,7 +110,7 @@ class Layout:
         self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
 
     def arch(self, line: int) -> float:
-        """Return the space above a line's boxes for connections that pass over boxes; 0 if there are none."""
+        """Return the space above a line's boxes for connections that pass over boxes, or 0 if there are none."""
         return ARCH if line in self._arched else 0.0
 
     def _has_tracks(self, line: int) -> bool:
@@ -123,7 +123,7 @@ class Layout:
     # ---- positions ---------------------------------------------------------------------------------------------------
 
     def line_of(self, name: str) -> int:
-        """Return the number of the line that holds a layer."""
+        """Return the index of the line of boxes that contains a layer."""
         return self._line_of[name]
 
     def corner(self, name: str) -> Point:
@@ -137,7 +137,7 @@ class Layout:
         return self.columns * (WIDTH + _GAP) - _GAP
 
     def lanes(self, side: str) -> float:
-        """Return the width of all lanes on one side: ``"left"`` or ``"right"``."""
+        """Return the total width of the lanes on one side, ``"left"`` or ``"right"``."""
         return _LANE * sum(1 for place, _ in self._lanes if place == side)
 
     def _height(self, channel: int, owner: Any) -> float:
@@ -149,7 +149,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """Return the corners of the line from a layer's box to the box of a layer that uses its output."""
+        """Return the points of the connection from the box of layer ``before`` to the box of layer ``behind``."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]
@@ -166,9 +166,9 @@ class Layout:
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """Return where the connection from ``before`` enters the box of ``behind``.
+        """Return where the connection from ``before`` enters the box of ``behind`` from above.
 
-        Returns the distance from the left edge of the box, and the index of the entry, counted from the left.
+        The result is the distance from the left edge of the box, and the index among the box's entries from the left.
         """
         sources = self._entries[behind]
         number = sources.index(before)
@@ -179,7 +179,7 @@ class Layout:
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """Return the dashed line between tied layers: the ends of its vertical part, and a path to each layer."""
+        """Return the connection of tied layers: the ends of its vertical part, and a path from there to each layer."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

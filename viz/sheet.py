@@ -82,7 +82,7 @@ def plot_report(
 
 
 def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
-    """Draw a bar for each candidate. The chosen plan is in full colour; plans that exceed the memory are hatched."""
+    """Draw a bar for each candidate. The chosen plan is in full colour; plans that do not fit in memory are hatched."""
     longest = max(candidate.seconds for candidate in shown)
     for at, candidate in enumerate(shown):
         fill = _colour_of(candidate)

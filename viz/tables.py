@@ -1,4 +1,4 @@
-"""Tables: rows of numbers and words, shown as plain text or, with rich, in colour."""
+"""Tables: rows of numbers and words, shown as plain text or, if rich is installed, in colour."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
 
 
 class KeyFigure(NamedTuple):
-    """A key number on the HTML page, such as 14.4%, with its label, such as "bubble", and a note."""
+    """A key figure on the HTML page: a value such as 14.4%, its label, such as "bubble", and a note."""
 
     label: str
     value: str
@@ -81,7 +81,7 @@ def text_table(table: Table) -> str:
 
 
 def rich_table(table: Table) -> "rich.console.Group":
-    """Return the table for a terminal with colours. Needs rich."""
+    """Return the table as an object that rich prints in colour. Raises ImportError if rich is not installed."""
     import rich.box
     import rich.console
     import rich.table

@@ -34,8 +34,8 @@ class _Scale(NamedTuple):
 def text_timeline(trace: Trace, width: int = 120) -> str:
     """Draw a trace as plain text: one line for each rank, then one line with the key figures.
 
-    ``F3`` is the forward of micro-batch 3, dashes continue an action, and ``.`` is bubble. ``2F3`` is the same forward
-    on stage 2, if ranks have several stages. ``F4&B2`` is an overlapping pair, shortened to ``F4`` if it does not fit.
+    ``F3`` is the forward of micro-batch 3, dashes continue an action, and ``.`` is idle time. If ranks have several
+    stages, ``2F3`` is the forward on stage 2. ``F4&B2`` is an overlapping pair, shortened to ``F4`` if it does not fit.
     A rank with collectives has a second line, in which a number is the bucket of a gradient reduction (REDUCE), and
     ``U0`` is the first gather of weights (UNSHARD).
 
@@ -80,7 +80,7 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
 
 
 def _collectives(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
-    """Return a row of collectives for each rank that has any, keyed by rank."""
+    """Return the row of collectives of each rank that has collectives, keyed by rank."""
     lanes: dict[int, list[str]] = {}
     for bar in collective_bars(trace):
         row = lanes.setdefault(bar.rank, [" "] * scale.columns)
@@ -157,7 +157,7 @@ def _empty_row(scale: _Scale) -> list[str]:
 
 
 def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, ...]) -> None:
-    """Write a bar into its rank's row: the first text that fits, then dashes up to the end of the bar.
+    """Write a bar into its rank's row: the first of ``texts`` that fits, then dashes up to the end of the bar.
 
     The last column stays blank if the scale separates bars.
     """

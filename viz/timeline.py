@@ -29,7 +29,8 @@ _MOST_HATCHED = 3000  # with more gaps, none is hatched, because hatching is slo
 class _Band(NamedTuple):
     """The part of each row in which bars are drawn.
 
-    Both values are in row heights. ``top`` is measured from the middle of the row; it is negative above the middle.
+    Both values are fractions of the row's height. ``top`` is measured downwards from the middle of the row; it is
+    negative above the middle.
     """
 
     top: float
@@ -126,7 +127,7 @@ def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit, band: _Band) -> None:
 
 
 def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int, band: _Band) -> None:
-    """Draw the bars as one collection per rank, stage and kind, because drawing thousands of single objects is slow."""
+    """Draw the bars as one collection per rank, stage and kind, because drawing thousands of objects is slow."""
     groups: dict[tuple[int, int, int, str, int], list[Bar]] = defaultdict(list)
     for bar in drawn:
         groups[bar.rank, bar.chunk, bar.stage, bar.kind, bar.half].append(bar)
@@ -143,7 +144,7 @@ def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int, band: _Ban
 def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit, band: _Band) -> None:
     """Write the micro-batch numbers in the largest font that fits all bars.
 
-    If no font fits all bars, only the bars that fit the smallest font get a number.
+    If no font fits all bars, only bars with room for the widest number in the smallest font get a number.
     """
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)

@@ -1,1 +1,1 @@
-"""Capture: record a model's forward once, find the layers, and replay the forward stage by stage."""
+"""Capture: records a model's forward once, finds the layers, and replays the forward stage by stage."""

@@ -2,7 +2,7 @@
 
 The recorder runs the model's own code on a sample. Each recorded call lists the earlier values that the call takes. A
 value is one tensor that a call returned. Replay runs the same code again and skips some of the calls. No code is
-translated, so containers can use any Python code.
+translated, so the code between layers can be any Python code.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -69,7 +69,7 @@ class Call:
         return self.layer, self.number
 
     def join(self, index: int) -> None:
-        """Keep this call in one stage with all calls since the call at ``index``, which is included."""
+        """Keep all calls from the call at ``index`` to this call in one stage."""
         self.joined = index if self.joined is None else min(self.joined, index)
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Capture:
             written |= changed
 
     def _free_without(self, written: Set[Value]) -> frozenset[int]:
-        """Return the free calls, given that other calls write to the values in ``written``."""
+        """Return the free calls, assuming that calls that are not free write to the values in ``written``."""
         free: set[int] = set()
         made_by = {index for index, _ in written}
         for call in self.calls:
@@ -164,9 +164,9 @@ class Capture:
 
     @cached_property
     def free_writes(self) -> dict[Value, list[int]]:
-        """Value -> the free calls that write to its memory.
+        """For each value, the free calls that write to the value's memory.
 
-        A stage that computes the value itself also runs these calls.
+        A stage that repeats the call that made the value must also repeat these calls.
         """
         found: dict[Value, list[int]] = {}
         for call in self.calls:
@@ -175,7 +175,7 @@ class Capture:
         return found
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """Return the values that depend on these parameters and need gradients if the parameters are trained."""
+        """Return the values that need gradients if these parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):

@@ -239,7 +239,7 @@ class CapturedModel:
 
 
 def _trained(call: Call) -> Sequence[str]:
-    """Return the names of parameters and buffers that may get a gradient from a call."""
+    """Return the names of parameters and buffers that a call uses, or none if the call returns plain Python values."""
     return () if call.reads else call.uses
 
 

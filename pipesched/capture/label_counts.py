@@ -1,6 +1,6 @@
 """Label counts: finds the labels over which a model averages its own loss, to weight the losses of micro-batches.
 
-Micro-batches have different numbers of labels that are not padding, so their mean losses need unequal weights. The
+Micro-batches have different numbers of labels that are not padding, so their mean losses need different weights. The
 model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
 first label of each row. A probe computes the loss of four rows, and the losses of the first two and of the last two
 rows. Usually, these three losses are consistent with only one counting method.
@@ -49,8 +49,8 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     """Find the labels over which a model averages its own loss; None if it averages over rows or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
-    for its layers' outputs. If none of the counting methods fits, or several do, a warning says so and the result is
-    None.
+    for its layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result
+    is None.
 
     Args:
         model: the user's module.
@@ -109,7 +109,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probe's labels: those of two rows, and those of two more rows with more ignored labels."""
+    """Return the labels of the probe's first two rows, and of its last two rows, in which more labels are ignored."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
@@ -124,7 +124,7 @@ def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
 def _probe(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return three inputs (args, kwargs) of the model: four rows, the first two rows, and the last two."""
+    """Return three inputs (args, kwargs) of the model: the probe's four rows, the first two, and the last two."""
     marked = torch.cat(_marked(labels))
 
     def rows(chosen: slice) -> Any:
@@ -164,7 +164,7 @@ def _may_try(model: nn.Module, labels: Tensor) -> bool:
 
 
 def _fits(weights: list[float], losses: list[Tensor]) -> bool:
-    """Return whether the loss of all rows is the mean of the two halves' losses, weighted by ``weights``."""
+    """Return whether the first loss is the mean of the other two losses, weighted by ``weights``."""
     if min(weights) < 0:
         return False
     whole, *parts = (float(loss) for loss in losses)

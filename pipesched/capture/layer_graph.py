@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last such call."""
+    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last one."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
@@ -71,7 +71,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
 
 def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """Return a chain of layers as a graph, with the costs of each layer."""
+    """Return a chain of layers as a graph. The sizes of the outputs are taken from ``costs``."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     uses = {
         name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()
@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of each layer's parameters and buffers; see ``unused`` for tensors that no layer uses."""
+    """Return the names of each layer's parameters and buffers. `unused` assigns those that no layer uses."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
@@ -126,7 +126,7 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
 
 
 def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
-    """Assign each parameter or buffer without a holder to the holder of the tensor registered before it.
+    """Assign each parameter or buffer in none of the ``holders`` to the holder of the tensor registered before it.
 
     Returns the names of the assigned tensors, keyed by the index of the new holder.
     """

@@ -34,7 +34,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. Callers can ignore the error, because a step will raise it again."""
+    """A layer raised the error in ``__cause__``. Callers can ignore this, because a step will raise the error, too."""
 
 
 class LayeredModel(Protocol):
@@ -132,9 +132,9 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """Return the first layer of every stage except stage 0, for a model that is a list with one module per stage.
+    """If a model is a list with one module per stage, return the first layer of every stage except stage 0.
 
-    Returns None for other models, and for a list in which a module has no layer.
+    Returns None for other models, and for a list in which some module has no layer.
     """
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
@@ -145,7 +145,7 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Return a model as layers: the modules of a plain nn.Sequential, or else the modules that a forward calls.
+    """Return a model as layers: the modules of a plain nn.Sequential, or the modules that any other forward calls.
 
     Args:
         model: the user's module.
@@ -284,7 +284,7 @@ class LayersInARow:
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
         """Run the layers in training or evaluation mode, and yield (layer name, output) for each layer.
 
-        At the end, extends ``written`` with the weights and buffers that the layers have changed.
+        At the end, appends the weights and buffers that the layers have changed to ``written``.
         """
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)

@@ -45,13 +45,13 @@ def resolve_loss(
         loss_weight: the user's function that computes the weight, or None to derive the weight from the loss.
         loss_reduction: "mean", "sum", or None to derive the reduction from the loss.
         split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
-        agreed: calls a given function on one rank, and returns the result on all ranks. Default: every rank calls it.
+        agreed: calls a given function on one rank, and returns the result on all ranks. Default: all ranks call it.
 
     Returns:
         The function that computes the weight (None if the weight is the number of rows), and the reduction.
 
     Raises:
-        InputError: the loss is not reduced, or contradicts the options.
+        InputError: the loss is not reduced to a single number, or contradicts the options.
 
     """
     if loss_reduction is not None and loss_reduction not in get_args(LossReduction):
@@ -108,7 +108,7 @@ def _options(loss_fn: Any) -> _Option | None:
 
 
 def _reduction(loss_fn: Any, option: _Option) -> str:
-    """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the loss is not reduced."""
+    """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the reduction is "none"."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
     if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
         reduction = "none" if reduce is False else "sum" if average is False else "mean"

@@ -110,7 +110,7 @@ class _Recorder(TorchFunctionMode):
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the inputs, recorded as values. An input passed twice becomes two different tensors."""
+        """Copy the inputs and record the copies as values. An input passed twice becomes two different tensors."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
@@ -181,7 +181,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep a container whole if its code computes gradients: a stage can differentiate only its own calls."""
+        """Keep a container whole if its code computes gradients. A stage can differentiate only its own calls."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))

@@ -50,7 +50,7 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """Record a model in one mode. Runs one forward, and more if the first forward sets attributes of containers.
+    """Record a model in one mode, with one forward, or more if the first forward sets attributes of containers.
 
     Stages start every micro-batch with the attributes already set. A forward that starts with these attributes must
     therefore make the same calls and return the same result as the recorded forward. If only the first forward differs,

@@ -1,8 +1,8 @@
 """Replay: runs one stage's part of a forward, by running the model's own code and skipping the calls of other stages.
 
-Every stage runs the containers' code from the beginning. A call of another stage is skipped. Its result is the received
-value if this stage uses that value, else a meta tensor. After the stage's last call the code is aborted. An error is
-raised if the code takes a different path than in the capture.
+Every stage runs the containers' code from the beginning, but skips the calls of other stages. The result of a skipped
+call is the value received from the other stage if this stage uses that value, else a meta tensor. After the stage's
+last call the code is aborted. An error is raised if the code takes a different path than in the capture.
 """
 
 from collections.abc import Mapping, Sequence

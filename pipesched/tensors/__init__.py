@@ -1,1 +1,1 @@
-"""Tools for torch tensors: payloads, meta tensors and keyed random numbers, independent of models, stages and ranks."""
+"""Tools for torch tensors, such as payloads and keyed random numbers. They do not depend on models, stages or ranks."""

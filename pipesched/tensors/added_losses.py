@@ -26,7 +26,7 @@ _NAME = "added_loss"
 
 
 def add_loss(value: Tensor, *, name: str | None = None) -> None:
-    """Add an auxiliary loss of a layer, such as the load-balancing loss of experts, to the loss of the running step.
+    """Add a layer's auxiliary loss, such as the load-balancing loss of experts, to the loss of the running step.
 
     ::
 
@@ -38,9 +38,8 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
 
     `Pipeline.step` multiplies the added loss by the weight of the micro-batch, like the loss itself, computes the
     gradients in the stage's backward, and includes the added loss in the loss that it returns. `Pipeline.evaluate` and
-    `pipesched.testing.reference_step` include it, too. A layer that is recomputed adds its loss only once. Losses with
-    the same name are summed in ``pipe.metrics``. In a training loop without a pipeline, `collect_losses` collects
-    added losses.
+    `pipesched.testing.reference_step` also include it. A layer that is recomputed adds its loss only once. Losses with
+    the same name are summed in ``pipe.metrics``. In a training loop without a pipeline, use `collect_losses`.
 
     Args:
         value: the loss over the rows of one micro-batch, a floating-point tensor of shape [].
@@ -77,7 +76,7 @@ def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
 
 
 def check_scalar(value: Tensor, name: str) -> None:
-    """Raise InputError unless a layer's loss is a floating-point scalar."""
+    """Raise InputError unless a layer's added loss is a floating-point scalar tensor."""
     if value.dim() or not value.is_floating_point():
         raise InputError(
             f"an added loss must be a floating-point tensor of shape []; the loss {name!r} has shape "
@@ -96,7 +95,10 @@ def no_graph(name: str, remedy: str) -> str:
 
 @contextmanager
 def routed(route: Route) -> Iterator[None]:
-    """Pass the losses added in this thread to ``route``, unless a function mode intercepts them."""
+    """During the ``with`` block, pass losses added in this thread to ``route``.
+
+    Losses that a function mode intercepts are not passed.
+    """
     token = _ROUTE.set(route)
     try:
         yield
@@ -116,8 +118,8 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
         loss.backward()
 
     Returns:
-        A dict that maps each name to the sum of the losses with this name. The sums can be differentiated. The dict is
-        filled while the model runs.
+        A dict that maps each name to the sum of the losses with this name. The dict is filled while the model runs, and
+        the sums can be differentiated.
 
     """
     losses: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
-"""Caller context: copies the thread-local torch settings of the thread that calls step() to the ranks' threads.
+"""Caller context: copies torch's thread-local settings from the thread that calls step() to the ranks' threads.
 
-Default dtype, deterministic algorithms and matmul precision belong to the whole process and need no copying.
+Default dtype, deterministic algorithms and matmul precision apply to the whole process and need not be copied.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """A context that applies the autocast settings to F. The backward pass does not need them."""
+        """A context that applies the autocast settings to a forward. A backward does not need them."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

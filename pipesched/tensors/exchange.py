@@ -42,7 +42,7 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Carry out each Move. Yield its value if the receiver is in this process, else None.
+    """Carry out all moves. For each move, yield the value if the receiver is in this process, else None.
 
     All processes must call this function. All values from one rank to another are sent in one message.
     """
@@ -62,9 +62,9 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Copy ``theirs`` to ``mine``, without changing the version counter of ``mine``.
+    """Copy ``theirs`` to ``mine``.
 
-    A backward that uses ``mine`` therefore does not fail.
+    The version counter of ``mine`` does not change, so a backward that uses ``mine`` does not fail.
     """
     if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)

@@ -9,7 +9,7 @@ __all__ = ["by_gradient_dtype", "free", "padded", "places"]
 
 
 def places(tensors: Iterable[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor with its part of a flat buffer, as a view with the tensor's shape."""
+    """Yield (tensor, part) pairs, where the part is a view of the flat buffer with the tensor's shape."""
     start = 0
     for tensor in tensors:
         yield tensor, buffer[start : start + tensor.numel()].view(tensor.shape)
@@ -26,7 +26,7 @@ def free(buffer: Tensor) -> None:
 
 
 def padded(numbers: int, num_parts: int) -> int:
-    """Round a number of elements up to a multiple of ``num_parts``, so that a buffer of this length has equal parts."""
+    """Round a number of elements up to a multiple of ``num_parts``, so that a buffer can be split into equal parts."""
     return -(-numbers // num_parts) * num_parts
 
 

@@ -1,7 +1,7 @@
-"""Function mode: one TorchFunctionMode that intercepts torch functions in a stage, with a table of handlers.
+"""Function mode: a TorchFunctionMode that calls handlers in place of torch functions.
 
-Keyed random numbers and deferred weight gradients both intercept calls. The two share one table, so that each call is
-looked up only once.
+Keyed random numbers and deferred weight gradients both intercept calls in a stage. They share one mode, so that
+there is only one lookup per call.
 """
 
 import types
@@ -28,7 +28,7 @@ class _Provider(Protocol):
 
 
 class Intercept(TorchFunctionMode):
-    """Passes each call to a torch function to its handler, if a provider has one. This takes about 1 us per call."""
+    """Calls a handler in place of each torch function that has one. The lookup takes about 1 us per call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class Intercept(TorchFunctionMode):
         return self._opened(func)(*args, **kwargs)
 
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
-        """Return a copy of a function of torch.nn.functional that calls handlers in place of the functions they handle.
+        """Return a copy of a torch function, such as ``multi_head_attention_forward``, whose body calls handlers.
 
-        All other calls in the body go straight to torch. This is faster, as few calls need a handler.
+        Functions without a handler are called directly. This is faster, because few calls need a handler.
         """
         if func not in self._copies:
             named = {**func.__globals__, **_ANSWERS}
@@ -78,7 +78,7 @@ class Intercept(TorchFunctionMode):
         return self._copies[func]
 
     def _within(self, func: types.FunctionType, other: Any) -> Any:
-        """Return the function that a copy of ``func`` calls instead of ``other``."""
+        """Return the function that the copy of ``func`` must call instead of ``other``."""
         handler = self._find(other)
         if handler is not None:
             return lambda *args, **kwargs: handler(other, args, kwargs)

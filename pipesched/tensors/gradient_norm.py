@@ -38,8 +38,8 @@ def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtyp
     """Return the norms of gradients that are divided into pieces.
 
     ``pieces`` holds the norms of the pieces in float64: a row for each piece, a column for each gradient. For each
-    gradient, the norms are raised to the power ``norm_type`` and added in the order of the pieces. The root of this sum
-    is rounded to the precision that `norm_of` has for the gradient's dtype.
+    gradient, the norms are raised to the power ``norm_type`` and added in the order of the pieces. The root of the sum
+    is rounded to the dtype that `norm_of` would return.
     """
     if math.isinf(norm_type):
         norms = pieces.amax(0)
@@ -54,7 +54,7 @@ def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtyp
 
 @torch.no_grad()
 def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
-    """Return the norm of the norms of all gradients, on the device of the first norm; 0 if there are no gradients."""
+    """Return the total norm, given each gradient's norm, on the first norm's device; 0 if there are no gradients."""
     if not len(norms):
         return torch.tensor(0.0)
     vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -63,7 +63,7 @@ def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
 
 
 def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale these parameters' gradients in place, if ``norm``, the norm of all gradients, exceeds ``max_norm``."""
+    """Scale these parameters' gradients in place if ``norm``, the total norm of the model, exceeds ``max_norm``."""
     if math.isinf(max_norm):
         return  # for an infinite norm, torch would multiply by inf / inf
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
@@ -74,7 +74,7 @@ def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Ten
 
 
 def as_max_norm(value: _Number, name: str) -> _Number:
-    """Return ``value``, the largest norm allowed, unchanged. Raises InputError if it is not a number above 0."""
+    """Return ``value``, the maximum norm, unchanged. Raises InputError if ``value`` is not a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise InputError(
             f"{name} must be the largest norm allowed for the gradients, a number above 0; got {shown(value)}; pass "
@@ -84,7 +84,7 @@ def as_max_norm(value: _Number, name: str) -> _Number:
 
 
 def as_norm_type(value: Any) -> float:
-    """Return the order of a norm as a float. Raises InputError if the order is not a number above 0."""
+    """Return ``value``, the order of a norm, as a float. Raises InputError if ``value`` is not a number above 0."""
     number = math.inf if value == "inf" else value
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) > 0:
         raise InputError(

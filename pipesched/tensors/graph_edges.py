@@ -1,4 +1,4 @@
-"""Graph edges: functions for the start and the end of a stage's autograd graph."""
+"""Graph edges: starts a stage's autograd graph, and finds the gradient edges of the graph's outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
     """Return these tensors as the inputs of a new graph. A backward writes their gradients into ``into``.
 
     If ``into`` is None, the gradients are dropped. ``into`` is a list instead of a callback, because a callback could
-    create a reference cycle through the graph that the garbage collector cannot find.
+    create a reference cycle through the graph, which the garbage collector cannot free.
     """
     detached = tuple([tensor.detach() for tensor in tensors])
     entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Return ``get_gradient_edge(tensor)``. Faster than torch's function if a built-in operation made the tensor."""
+    """Return ``get_gradient_edge(tensor)``, but faster if the tensor is the result of a built-in operation."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)

@@ -1,10 +1,10 @@
 """Keyed random: random numbers that depend on the place in the model and the point in training, never on the plan.
 
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
-bits in any stage, thread or order of work, and when the layer is recomputed. Dropout uses a generator of its own. For
-other random functions the default generator is seeded for each call, under a lock, because all threads share that
-generator. If a layer, or the code between layers, uses the global generator of Python or numpy, that generator is
-seeded in the same way.
+bits in any stage, in any thread, in any order of execution, and when the layer is recomputed. Dropout uses its own
+generator. For other random functions the default generator is seeded for each call, under a lock, because all threads
+share that generator. If a layer, or the code between layers, uses the global generator of Python or numpy, that
+generator is seeded in the same way.
 """
 
 import functools
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Return whether a torch function draws random numbers, in Python code or in an operator tagged as random."""
+    """Return whether a torch function draws random numbers in its Python code, or has an operator tagged as random."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -75,7 +75,7 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call draws random numbers from a default generator, not from a generator argument."""
+    """Return whether this call draws random numbers from a default generator, not from one passed as an argument."""
     if not (function in _DROPOUTS or is_random(function)):
         return False
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
@@ -106,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers for keyed random functions. Each stage has its own object, used by one thread at a time."""
+    """Provides handlers that draw keyed random numbers. Each stage has its own object, used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,7 +132,7 @@ class KeyedRandom:
 
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
-        """During the ``with`` block, repeat the random numbers that were drawn at ``place`` and after it."""
+        """During the ``with`` block, repeat the random numbers that were drawn from ``place`` on."""
         before = self.place
         again = self.again
         self.enter(*place[:-1])
@@ -157,7 +157,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Seed Python's and numpy's generators for a layer call, or for code between layers if ``layer`` is ""."""
+        """Seed Python's and numpy's generators for a layer call, or for the code between layers (``layer`` is "")."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:
@@ -233,7 +233,7 @@ def _not_compiling() -> AbstractContextManager[Any]:
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call to a random function draws nothing, such as dropout in evaluation mode."""
+    """Return whether this call to a random function draws no numbers, as with dropout in evaluation mode."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):

@@ -1,8 +1,8 @@
-"""Memory tracker: counts the exact bytes of live tensors.
+"""Memory tracker: counts the bytes of live tensors exactly.
 
 On a GPU the counts come from the allocator. On a CPU a dispatch mode sees every operation of a thread, including
 operations in backward passes. Each storage that an operation creates is counted until any thread frees it. Memory that
-a kernel allocates and frees internally is not counted, and neither are storages that are only read.
+a kernel allocates and frees internally is not counted. Storages that an operation only reads are not counted either.
 """
 
 import threading
@@ -32,7 +32,7 @@ class Books(Protocol):
 
     @property
     def peak(self) -> int:
-        """The peak of live bytes since the last ``mark``."""
+        """The maximum of ``bytes`` since the last ``mark``."""
 
     def mark(self) -> None:
         """Reset the peak to the current number of live bytes."""
@@ -47,7 +47,7 @@ def books_of(device: torch.device) -> Books:
 
 
 class Ledger:
-    """Counts the bytes of storages that watched threads create, and of storages of tensors passed to ``add``.
+    """Counts the bytes of storages that watched threads create, and of tensors passed to ``add``.
 
     Only storages on devices of one type are counted. Storages on the meta device are counted with the size that they
     would have on another device.
@@ -92,7 +92,7 @@ class Ledger:
     def leave_out(self, given: Iterable[Any]) -> None:
         """Never count these tensors and storages, even if operations return them later.
 
-        This applies only to storages that are not counted yet. Other objects in ``given`` are ignored.
+        Storages that are already counted stay counted. Objects of other types are ignored.
         """
         parts = [one for one in given if isinstance(one, torch.UntypedStorage)]
         for storage in (*parts, *self._storages([one for one in given if isinstance(one, Tensor)])):
@@ -101,7 +101,10 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the storages of the tensors on devices of this type. The ``id`` of a live storage is constant."""
+        """Return the storages of the tensors on devices of this type.
+
+        While a storage is alive, torch always returns the same Python object for it.
+        """
         held = map(_held_here, tensors)
         mine = [tensor for tensor in held if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
@@ -122,9 +125,9 @@ class Ledger:
 
 
 class _Writes:
-    """Defines the dispatch method outside the mode class.
+    """Defines ``__torch_dispatch__`` outside the mode class.
 
-    If a mode class itself defines the dispatch method, torch imports torch.compile to wrap it, and this import is slow.
+    If a mode class itself defines this method, torch imports torch.compile to wrap it, and this import is slow.
     """
 
     _ledger: Ledger
@@ -137,7 +140,7 @@ class _Writes:
 
 
 class _Watch(_Writes, TorchDispatchMode):
-    """The dispatch mode that adds the results of operations to a ledger."""
+    """A dispatch mode that adds the results of operations to a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

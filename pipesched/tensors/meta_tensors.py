@@ -1,7 +1,7 @@
-"""Meta tensors: runs code in which some tensors are on the meta device, that is, have no values.
+"""Meta tensors: runs code in which some tensors are on the meta device and therefore have no values.
 
-Results computed only from the model's inputs have values; results computed with meta weights have none. Code that reads
-masks or lengths therefore runs as usual.
+Results computed only from the model's inputs have values, so code that reads masks or lengths runs as usual. Results
+computed with meta weights have no values.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ _DEVICE = Tensor.device.__get__
 
 
 def lacks_contents(module: nn.Module) -> bool:
-    """Return whether a parameter or buffer is on the meta device."""
+    """Return whether any parameter or buffer of the module is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors_of(module))
 
 
@@ -66,7 +66,7 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
-    """Replace a meta tensor with a tensor of harmless values; any other tensor is returned unchanged.
+    """Return a tensor with valid values in place of a meta tensor; return any other tensor unchanged.
 
     Weights get small positive numbers, and integer tensors get zeros, which are valid indices. All rows of other
     floating-point tensors are identical.
@@ -83,7 +83,7 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """Lets functions take meta tensors together with other tensors, by converting the others to meta tensors.
+    """Lets functions take both meta tensors and other tensors, by converting the others to meta tensors.
 
     ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the values of a meta tensor.
     """
@@ -126,7 +126,7 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
-    """If the call changed tensors in place, turn them into meta tensors, because their new values are unknown."""
+    """Turn tensors that the call changed in place into meta tensors, because their new values are unknown."""
     back = {}
     for tensor, copy in changed:
         if tensor._base is not None:
@@ -161,7 +161,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer that may use meta tensors. If the call fails, repeat it with stand-ins that have values.
+    """Call a layer that may use meta tensors. If the call fails, repeat it with stand-ins for the meta tensors.
 
     ``again`` returns the arguments as they were before the call.
     """

@@ -88,7 +88,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Return one payload for the tuple of the payloads' values. A tensor in two payloads becomes two leaves."""
+        """Return one payload for a tuple of the payloads' values. A tensor in two values becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
@@ -117,7 +117,7 @@ class Payload:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradient must be sent back."""
+        """The tensors whose gradients must be sent back."""
         if len(self.leaves) == 1:
             return self.leaves if self.needs_grad[0] else ()
         return tuple(leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True) if needs)
@@ -134,11 +134,11 @@ class Payload:
         )
 
     def same_form(self) -> "Callable[[Sequence[Any]], Any]":
-        """Return a function that rebuilds the value from other leaves, without keeping this payload's leaves alive."""
+        """Return a function that rebuilds the value from other leaves. It does not keep this payload's leaves alive."""
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """Return the payload with ``change`` applied to each tensor, for example a copy to another device."""
+        """Return a payload with ``change`` applied to each tensor, for example to copy them to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
@@ -192,7 +192,7 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
 
 
 class Opened:
-    """A pytree node for an object of a dataclass that is not registered as a node; unflattening returns the object."""
+    """A pytree node for a dataclass instance whose class is not registered; unflattening returns such an instance."""
 
     def __init__(self, values: Iterable[Any], kind: type) -> None:
         self.values = list(values)
@@ -200,7 +200,7 @@ class Opened:
 
     @staticmethod
     def closed(values: Iterable[Any], kind: Any) -> Any:
-        """Return an object of the dataclass with these field values, without running ``__init__``."""
+        """Return an instance of the dataclass with these field values, without running ``__init__``."""
         made: Any = object.__new__(kind)
         for item, value in zip(dataclasses.fields(kind), values, strict=True):
             object.__setattr__(made, item.name, value)
@@ -224,12 +224,12 @@ _NO_RECORDS = (
 
 
 def is_record(value: Any) -> bool:
-    """Return whether a value is an object of a dataclass and has no contents except its fields."""
+    """Return whether a value is a dataclass instance whose only contents are its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 
 def opened(value: Any) -> Any:
-    """Replace the dataclass objects in a value with pytree nodes."""
+    """Replace the dataclass instances in a value with pytree nodes."""
 
     def open_one(leaf: Any) -> Any:
         if not is_record(leaf):
@@ -240,7 +240,7 @@ def opened(value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
-    """Return the structure of a value without its leaves: the tree of containers, and the types of enums."""
+    """Return the structure of a value without its leaves: the tree of containers, and the type of each enum member."""
     leaves, spec = pytree.tree_flatten(opened(value))
     return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
@@ -253,7 +253,7 @@ def trainable_leaves(value: Any) -> list[Tensor]:
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Return whether a value is a list with one dict for each row, such as the targets of detection models."""
+    """Return whether a value is a list with one dict for each row of the batch, such as detection targets."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
@@ -309,7 +309,7 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 
 
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
-    """Split every tensor along ``dim`` into views as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
+    """Split every tensor along ``dim`` into views, as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
 
     A list of dicts is split into shorter lists. Every part gets the scalar tensors and all other leaves. If ``dim`` is
     None, every part gets the whole value.

@@ -1,4 +1,4 @@
-"""Pending tensor: a tensor whose value is still being received. The first use blocks until the value has arrived."""
+"""Pending tensor: a tensor whose value has not arrived yet. The first use blocks until the value arrives."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,8 @@
-"""Row cuts: divides a tensor along its first dimension, so that elementwise updates of the pieces give the same bits.
+"""Row cuts: divides a tensor by rows, so that elementwise updates of the pieces and of the whole are bit-identical.
 
-A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one. The two ways
-can round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group size.
+A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one. The two code
+paths can round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group
+size.
 """
 
 import math
@@ -13,7 +14,7 @@ _ALIGNED = 64  # elements
 
 
 def row_cuts(shape: Sequence[int], num_pieces: int) -> list[tuple[int, int]] | None:
-    """Return (first row, last row + 1) for each piece; None if the tensor has too few rows to be cut.
+    """Return (first row, last row + 1) for each piece, or None if the tensor has too few rows.
 
     The pieces have almost the same number of rows, and longer pieces come last.
     """

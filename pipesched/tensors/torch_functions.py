@@ -35,7 +35,7 @@ FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a torch function's name, or a property's full name, such as ``torch.Tensor.device.__get__``."""
+    """Return the name of a function, or the full name of a property, such as ``torch.Tensor.device.__get__``."""
     name = getattr(function, "__name__", "")
     return (resolve_name(function) or name) if name in ("__get__", "") else name
 
@@ -48,7 +48,7 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
 
 
 def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """Return the positions of the tensors that were changed in place after their ``versions`` were recorded."""
+    """Return the positions of the tensors that were changed in place since their ``versions`` were read."""
     return [
         position
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))

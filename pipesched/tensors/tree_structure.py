@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """The structure of a value without its tensors. Its numbers are kept separately, in ``numbers``."""
+    """The structure of a value, without the tensors. The numbers in the value are kept separately, in ``numbers``."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -26,13 +26,13 @@ class Pattern:
         self.numbers = tuple(_numbers_in(value))
 
     def is_like(self, other: "Pattern") -> bool:
-        """Return whether the values of both patterns have objects of the same types in the same places."""
+        """Return whether both patterns have the same containers, with leaves of the same kinds in the same places."""
         kinds = [type(part) for part in self._parts]
         others = [type(part) for part in other._parts]
         return self._spec == other._spec and kinds == others
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
-        """Return the value, rebuilt with these tensors and, if given, these numbers."""
+        """Rebuild the value from these tensors and from ``numbers`` (default: the value's own numbers)."""
         present = iter(self.numbers if numbers is None else numbers)
         kinds = _Place | _Number | _Record
         leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
@@ -55,7 +55,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Record:
-    """A dataclass object that is not registered as a pytree node, with a Pattern for each field."""
+    """The place of a dataclass instance whose class is not a pytree node, with a Pattern for each field."""
 
     kind: type
     parts: Mapping[str, Pattern]
@@ -81,13 +81,13 @@ def _part(leaf: Any) -> Any:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Iterate over the tensors of a value, in the order that ``Pattern.build`` expects.
 
-    A tensor that is in two places is yielded twice.
+    A tensor that occurs twice is yielded twice.
     """
     return _leaves_in(value, Tensor)
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:
-    """Iterate over the numbers of a value. A number that is in two places is yielded twice."""
+    """Iterate over the numbers of a value. A number that occurs twice is yielded twice."""
     return _leaves_in(value, _NUMBERS)
 
 

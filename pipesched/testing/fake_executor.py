@@ -1,7 +1,8 @@
 """Fake executor: runs a program on stages that compute nothing, on a virtual clock or with sleeps.
 
-The program runs in the same interpreter as real stages, but in one thread and within milliseconds. If the program was
-not validated, the run raises an error for a deadlock, missing work, work done twice, or a message to the wrong action.
+The program runs in the same interpreter as real stages. With a virtual clock, it runs in one thread and takes only
+milliseconds. If the program was not validated, the run raises an error for a deadlock, for missing or repeated work,
+and for a message to the wrong action.
 """
 
 import time
@@ -138,7 +139,7 @@ class FakeStage:
         self._begin_copy(Kind.OFFLOAD, microbatch, after=Kind.F)
 
     def free(self, microbatch: int) -> None:
-        """Run FREE (release the offloaded activations) once the copy of OFFLOAD has ended."""
+        """Run FREE (free the offloaded activations) once the copy that OFFLOAD started has ended."""
         self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
         self._clock.reach(self._copied[microbatch])
 
@@ -185,11 +186,11 @@ class FakeStage:
         """Run RESHARD (free the weights)."""
 
     def gathered(self) -> Mapping[int, tuple[float, float]]:
-        """Return the start and the end of each gather."""
+        """Return (start, end) of each gather, keyed by number."""
         return self._gathers
 
     def norm(self, number: int) -> Action:
-        """Run NORM (measure the gradients). Returns the action in place of norms."""
+        """Run NORM (measure the gradients). Returns the action instead of norms."""
         action = Action(self.index, Kind.NORM, number)
         if number != len(self.updates) or not self._gradients:
             raise ExecutionError(
@@ -201,7 +202,7 @@ class FakeStage:
         return action
 
     def update(self, number: int, norms: Sequence[Action] = ()) -> None:
-        """Run UPDATE (the optimizer step). Raises ExecutionError if updates run out of order or without gradients."""
+        """Run UPDATE (the optimizer step). Raises ExecutionError if the update is out of order or has no gradients."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
             raise ExecutionError(
@@ -249,7 +250,7 @@ class FakeStage:
             )
 
     def missing(self, program: Program) -> Iterator[str]:
-        """Yield a description of each part of the program's work that the stage has not done."""
+        """Yield a message for each micro-batch for which the stage has not done all its work."""
         whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
         for microbatch, visits in enumerate(program.visits[self.index].tolist()):
             done = set(self._state.get(microbatch, ())) - {Kind.R, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}

@@ -52,7 +52,7 @@ def clip_grad_norm_(
         The total norm before clipping, a 0-d tensor.
 
     Raises:
-        InputError: an argument is wrong.
+        InputError: an argument is invalid.
 
     """
     as_max_norm(max_norm, "max_norm")

@@ -21,7 +21,7 @@ __all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:
-    """Measures the memory of those ranks of a pipeline that run in this process.
+    """Measures the memory that each rank of a pipeline uses, for the ranks in this process.
 
     ::
 
@@ -101,7 +101,7 @@ class MemoryMeter:
                 self._replace(torch.UntypedStorage, "resize_", partial(_with_noted_sizes, books))
 
     def _replace(self, holder: Any, name: str, change: Callable[[Any], Any]) -> None:
-        """Replace a method of ``holder``, an object or a class, until counting stops.
+        """Replace a method of an object or a class, until counting stops.
 
         ``holder`` must inherit the method, so that deleting the replacement restores it.
         """
@@ -137,7 +137,7 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes."""
+    """Wraps the DeviceStreams of a rank, to count the allocations that the rank makes."""
 
     def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
         self._streams = streams
@@ -158,7 +158,7 @@ class _Metered:
 
 
 def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that runs ``method`` and counts the allocations that the calling thread makes meanwhile."""
+    """Return a replacement for ``method`` that also counts the allocations that the method makes in its thread."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with books.watching():

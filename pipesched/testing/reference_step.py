@@ -61,8 +61,8 @@ def reference_step(
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
         assert torch.equal(pipe.step(x, target=y), loss)  # pipe runs a copy of the model
 
-    For each micro-batch, the forward runs, and then ``(loss * factor).backward()``, where the factor is computed from
-    the weight of the micro-batch. The batch is split, losses are weighted, random numbers are drawn, and gradients are
+    For each micro-batch, the forward runs first, then ``(loss * factor).backward()``. The factor is computed from the
+    weight of the micro-batch. The batch is split, losses are weighted, random numbers are drawn, and gradients are
     added to ``.grad``, in the same way as in a pipeline.
 
     Args:
@@ -83,8 +83,8 @@ def reference_step(
             Default: "micro-batch".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
         whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
-        microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
-            Default: None (the mini-batch is split).
+        microbatches: micro-batches to run instead of splitting inputs and target, as in ``Pipeline.step``. Default:
+            None (inputs and target are split).
         num_replicas: the number of replicas of the pipeline. The mini-batch is split into ``num_replicas`` times
             ``num_microbatches`` parts. Gradients are added first within each replica, then across the replicas in
             replica order. The total is added to the gradients from before the step. Default: 1.
@@ -97,7 +97,7 @@ def reference_step(
 
     Raises:
         ModelTypeError: the model is not an nn.Module.
-        InputError: the batch cannot be split, or the loss is not reduced.
+        InputError: the batch cannot be split, or the loss is not a single number.
 
     """
     whole = as_model(model)
@@ -257,7 +257,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """For each shared weight, sum the gradients of all uses in call order, and add the sum to its ``.grad``."""
+        """Sum each shared weight's gradients over all uses, in call order, and add the sums to ``.grad``."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
         self._leaves.clear()

@@ -38,8 +38,8 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     Args:
         program: the program, which is lowered first if necessary.
         costs: the times of the program's actions, in seconds. Default: unit costs.
-        sleeping: whether to validate the program and run it in one thread per rank, with stages that sleep for the time
-            of each action. Default: False (the virtual clock).
+        sleeping: whether to validate the program, then run each rank in its own thread, with stages that sleep for the
+            time of each action. Default: False (the virtual clock).
 
     Returns:
         The trace.
@@ -88,8 +88,8 @@ def check_schedule(
         exact: whether to also require ascending micro-batch order; see ``Program.exact``. Schedules with several chains
             of stages are never exact and are exempt. Default: True.
         report: whether to print, for some shapes, the makespan, the bubble, the excess over ``lower_bound`` and the
-            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. The
-            costs of a rank are unit costs; with v chunks per rank, each chunk has 1/v of them. Default: True.
+            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. An
+            F, I or W of a whole rank takes 1 s; with v chunks per rank, that of a chunk takes 1/v s. Default: True.
 
     Raises:
         ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is not a schedule. Errors of the

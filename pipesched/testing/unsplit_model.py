@@ -38,7 +38,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """Runs a model as a whole. The Key passed to a call determines the random numbers that the call draws.
+    """Runs a model as a whole. The Key passed to a call determines all random numbers drawn in the call.
 
     Args:
         model: the user's module.
@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. If it gets parameters outside layers, count the call and replace the parameters."""
+        """Call a torch function. If the call is outside layers and uses parameters, count it and replace them."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1
