@@ -247,7 +247,7 @@ def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
     pipe = pipeline(model_for(specimen, train), mb_args=(), mb_kwargs=sample, split_spec=split)
     ranks = specimen.ranks
     if pipe.num_stages != ranks:
-        return f"{pipe.num_stages} stages instead of {ranks}, because torch cuts before every call of a layer"
+        return f"{pipe.num_stages} stages instead of {ranks}, because torch cuts before every call to a layer"
     store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     jobs = [partial(rank_of_torch, rank, ranks, store.port, pipe, inputs, way) for rank in range(ranks)]
     answers = in_processes(LIMIT_S, jobs)
@@ -300,7 +300,7 @@ with {machine}, transformers {transformers}.
 - **torch, own loss**: torch's tracer, on the model with labels. The model computes its own loss.
 
 In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. In every
-row, the largest share is as small as any cut of the model's layers can make it.
+row, no other cut of the model's layers would make the largest share smaller.
 
 In the two columns for torch, the schedule is `Schedule1F1B`, and the cut balances the work. Each
 rank receives the inputs of its stage as keyword arguments. Decoders get `use_cache=False`, because
