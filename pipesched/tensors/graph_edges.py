@@ -1,4 +1,4 @@
-"""Graph edges: starts a stage's autograd graph, and finds the gradient edges of the graph's outputs."""
+"""Graph edges: functions that start a stage's autograd graph and find the gradient edges of its outputs."""
 
 from collections.abc import Sequence
 from typing import Any

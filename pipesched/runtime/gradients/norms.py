@@ -1,4 +1,4 @@
-"""Gradient norms: norms of parameters' gradients, in the form in which stages and ranks exchange them."""
+"""Gradient norms: the norms of all gradients of a model, in the form that stages and ranks exchange."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
