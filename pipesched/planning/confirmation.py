@@ -6,7 +6,7 @@ runs the plans on devices. In tests, it simulates them with other costs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import hypot, sqrt
+from math import exp, hypot, log, sqrt
 from statistics import median
 from typing import Any
 
@@ -37,6 +37,7 @@ Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
 _LEAST = 0.01  # differences below this fraction of a step are ignored
 _TIMES_NOISE = 2
+_ERROR_OF_PREDICTION = 0.03  # the typical relative error of a predicted step time
 _ERROR_OF_MEDIAN = 1.86  # standard error of a median = this factor x median deviation / sqrt(count)
 _SWEEPS = 3  # passes over all plans that ran; a correction with one plan changes the correction with the next
 
@@ -74,9 +75,12 @@ class _Tried(_Measured):
 
     @property
     def expected_s(self) -> float:
-        """The predicted step time, or the measured step time if the two differ by more than noise."""
-        off = abs(self.step_s / self.found.step_s - 1)
-        return self.found.step_s if off <= _needed(self.noise) else self.step_s
+        """The weighted geometric mean of the predicted and the measured step time.
+
+        The weights are those of two independent estimates with the errors ``_ERROR_OF_PREDICTION`` and ``noise``.
+        """
+        weight = _ERROR_OF_PREDICTION**2 / (_ERROR_OF_PREDICTION**2 + self.noise**2)
+        return exp((1 - weight) * log(self.found.step_s) + weight * log(self.step_s))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
         """Return a summary of the plan, with a note that says why ``chosen`` was chosen instead."""

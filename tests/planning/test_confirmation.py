@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesched import simulate
-from pipesched.planning.confirmation import confirmed_plan, corrected, settled
+from pipesched.planning.confirmation import _Tried, confirmed_plan, corrected, settled
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.report.report import Report
@@ -244,3 +245,12 @@ def test_what_layers_wait_and_are_hindered_is_scaled():
     new = corrected(known, [(found, [Machine(profile([2.0] * 4)).step(tuner.plan(found))])], 8)
     assert costs_of(new.graph(1), "layer0").waiting_s == pytest.approx(3.0)
     assert costs_of(new.graph(1), "layer0").crowded_s == pytest.approx(0.6)
+
+
+def test_the_expected_step_is_closer_to_a_measurement_with_less_noise():
+    def expected_s(*steps_s):
+        steps = [SimpleNamespace(makespan_s=step_s) for step_s in steps_s]
+        return _Tried(steps, SimpleNamespace(step_s=1.0), first_s=1.0).expected_s
+
+    assert expected_s(1.1, 1.1, 1.1) == pytest.approx(1.1)
+    assert 1 < expected_s(0.9, 1.1, 1.3) < 1.01 < expected_s(1.08, 1.1, 1.12) < 1.1
