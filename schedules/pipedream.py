@@ -5,7 +5,7 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("pipedream")
 def pipedream(rank: int, shape: Shape, *, vertical_sync: bool = False) -> Order:
-    """1F1B that never drains, with an update after every backward. PipeDream, Narayanan et al. 2019.
+    """1F1B without a drain between steps, and with an update after every backward. PipeDream, Narayanan et al. 2019.
 
     Rank r computes with weights that are p-1-r updates old. A micro-batch's forward and backward use the same version,
     so rank r stashes p-r versions. With vertical_sync=True, all ranks use weights p-1 updates old, like rank 0.

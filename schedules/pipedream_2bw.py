@@ -5,7 +5,7 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("pipedream-2bw")
 def pipedream_2bw(rank: int, shape: Shape) -> Order:
-    """1F1B that never drains, with one update per step and weights one step old. PipeDream-2BW, Narayanan et al. 2021.
+    """1F1B without a drain between steps, on weights that are one step old. PipeDream-2BW, Narayanan et al. 2021.
 
     The gradients of a step's micro-batches are summed and applied at the end of the step. The next step still uses the
     weights from before this update. If a step has at least p-1 micro-batches, every rank holds two versions of its

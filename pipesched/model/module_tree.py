@@ -47,8 +47,8 @@ def check_initialised(model: nn.Module) -> None:
     lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
     if lazy:
         raise ModelTypeError(
-            f"all parameters and buffers must have shapes before the model is cut; lazy modules have not yet given a "
-            f"shape to {and_more(lazy)}; call the model once with a sample, under torch.no_grad()"
+            f"all parameters and buffers must have shapes before the model is cut; those of lazy modules are still "
+            f"uninitialized: {and_more(lazy)}; call the model once with a sample, under torch.no_grad()"
         )
 
 

@@ -150,7 +150,7 @@ def _opened(path: Path) -> Iterator[Any]:
         from safetensors import safe_open
     except ImportError:
         raise InputError(
-            f"reading {path} requires the library safetensors, which is not installed; run pip install "
+            f"reading {path} requires the safetensors library, which is not installed; run pip install "
             f"'pipesched[safetensors]', or pass a state_dict"
         ) from None
     try:

@@ -179,9 +179,10 @@ def _lower(problem: Problem) -> str:
         return f"all work divided equally would take {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
     members = problem.blocks.members[problem.heaviest]
     layer = f"layer {layers.names[members[0]]}"
+    took = quote_time(layers.seconds(problem.lower))
     if len(members) > 1:
-        layer += f" with the {counted(len(members) - 1, 'layer')} that must share its stage"
-    return f"{layer} alone takes {quote_time(layers.seconds(problem.lower))}"
+        return f"{layer} and {counted(len(members) - 1, 'layer')} that must be in the same stage take {took} together"
+    return f"{layer} alone takes {took}"
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:

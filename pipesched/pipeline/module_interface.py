@@ -258,8 +258,8 @@ class ModuleInterface:
     def _sequential(self) -> nn.Sequential:
         if not isinstance(self.model, nn.Sequential):
             raise TypeError(
-                f"only a pipeline of an nn.Sequential has a length and indices; the model of this pipeline is a "
-                f"{type(self.model).__name__}; use pipe.model or pipe.named_modules()"
+                f"only a pipeline of an nn.Sequential supports len(), indexing and iteration; the model of this "
+                f"pipeline is a {type(self.model).__name__}; use pipe.model or pipe.named_modules()"
             )
         return self.model
 

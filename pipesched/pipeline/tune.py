@@ -305,8 +305,8 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         )
     if confirm and not here:
         raise InputError(
-            f"confirming a plan requires running its ranks; got confirm={confirm} with ranks_are='processes', but "
-            f"without a mesh; call tune with mesh= in every process, or pass confirm=0"
+            f"confirming a plan requires running it on all of its ranks; got confirm={confirm} with "
+            f"ranks_are='processes', but without a mesh; call tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
 

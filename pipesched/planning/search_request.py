@@ -279,8 +279,9 @@ def _check_defaults(searched: Schedule) -> None:
         given = searched.options[name]
         if name not in _KEPT and given is not default and given != default:
             raise ScheduleError(
-                f"a search for a plan sets the options of schedule 'searched' itself, from the measured layers, except "
-                f"{' and '.join(_KEPT)}; got {name}={shown(given)}; {_INSTEAD.get(name, 'leave it out')}"
+                f"a search for a plan keeps only the options {' and '.join(_KEPT)} of the schedule 'searched', and "
+                f"derives the others from the measured layers; got {name}={shown(given)}; "
+                f"{_INSTEAD.get(name, 'leave it out')}"
             )
 
 

@@ -188,7 +188,7 @@ class Profile:
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
             check_type(
-                values["model"], str, "the field model of a profile must be a string, the digest of the model", _AGAIN
+                values["model"], str, "the field 'model' of a profile must be the model's digest, a string", _AGAIN
             )
             return cls(graphs, values["model"], machine, SizeFit.from_dict(values.get("size_fit", {})))
         except PipeschedError:

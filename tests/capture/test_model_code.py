@@ -231,7 +231,7 @@ def test_a_model_that_differentiates_across_all_layers_says_so() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Sequential, lambda *layers: nn.ModuleList(layers)])
 def test_lazy_modules_that_have_not_run_say_so(kind: Any) -> None:
-    with pytest.raises(ModelTypeError, match=r"given a shape to '0\.weight' and 3 more; call the"):
+    with pytest.raises(ModelTypeError, match=r"uninitialized: '0\.weight' and 3 more; call the"):
         Pipeline(kind(nn.LazyLinear(8), nn.LazyLinear(8)), FLOATS, devices=["cpu"] * 2, loss_fn=square)
 
 

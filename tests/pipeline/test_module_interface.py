@@ -60,7 +60,7 @@ def test_it_is_true_whatever_its_model():
         assert row
         assert other
         with pytest.raises(
-            TypeError, match=r"only a pipeline of an nn\.Sequential has a length .* Plain; use pipe\.model"
+            TypeError, match=r"only a pipeline of an nn\.Sequential supports len\(\), .* Plain; use pipe\.model"
         ):
             len(other)
 

@@ -219,7 +219,7 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
         ),
         (
             {"ranks_are": "processes"},
-            r"requires running its ranks; got confirm=2 with ranks_are='processes', but without a mesh; call tune with",
+            r"running it on all of its ranks; got confirm=2 with ranks_are='processes', but without a mesh; call tune",
         ),
         ({"confirm": -1}, r"number of plans to run, at least 0; got -1; pass 0 to run none"),
         ({"confirm": 1.5}, r"number of plans to run, at least 0; got 1\.5; pass 0"),

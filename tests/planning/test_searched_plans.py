@@ -137,7 +137,7 @@ def test_a_program_of_other_stages_is_refused(plan):
 def test_options_that_a_search_for_a_plan_sets_itself_are_refused(option, remedy):
     schedule = schedules.get("searched").with_options(**option)
     with pytest.raises(
-        ScheduleError, match=f"sets the options of schedule 'searched' itself.*{next(iter(option))}.*{remedy}"
+        ScheduleError, match=f"keeps only the options .* of the schedule 'searched'.*{next(iter(option))}.*{remedy}"
     ):
         SearchRequest.of(profile(TIMES), 2, 4, PlanRequest(schedule=schedule, num_microbatches=4))
 

@@ -196,7 +196,7 @@ def profile(change):
         (lambda v: v["sizes"]["2"]["edges"].append(["layer3", "layer1", {}]), "'layer3' -> 'layer1' goes backwards"),
         (lambda v: v["sizes"]["2"]["edges"].append(v["sizes"]["2"]["edges"][0]), "goes backwards or is repeated"),
         (lambda v: v["sizes"].update({"02": v["sizes"].pop("2")}), "whole numbers of rows; got '02'"),
-        (lambda v: v.update(model=3), "the field model of a profile must be a string, the digest of the model; got 3"),
+        (lambda v: v.update(model=3), "the field 'model' of a profile must be the model's digest, a string; got 3"),
     ],
 )
 def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, said):

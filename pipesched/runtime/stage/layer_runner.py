@@ -408,6 +408,7 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
-        "a layer of a checkpointed stage must not differentiate inside its forward (autograd.grad), because a "
-        "checkpointed forward saves no tensors; a layer of this stage does so; use checkpoint='never'"
+        "a layer of a checkpointed stage must not compute gradients in its forward, for example with "
+        "autograd.grad, because a checkpointed forward saves no tensors; a layer of this stage does so; "
+        "use checkpoint='never'"
     )
