@@ -216,6 +216,13 @@ def test_a_partition_explains_itself():
     ]
 
 
+def test_layers_that_must_be_together_explain_the_bottleneck():
+    found = partition(small_chain(), 3, together=[["second", "head"]])
+    assert found.explain().splitlines()[-1] == (
+        "why: layer second and 1 layer that must be in the same stage take 7 s together"
+    )
+
+
 def test_layers_that_say_how_many_parameters_they_have_are_counted():
     graph = small_chain()
     graph.nodes["first"]["num_parameters"] = 1_234_567
