@@ -62,8 +62,8 @@ part of the model and these times are divided equally among them.
 - **above the bound**: the relative difference between the makespan and the bound. No schedule with the same stages and
   ranks can beat the bound, even with unlimited memory.
 - **held**: the largest number of micro-batches that a rank holds at the same time, each from its F to the end of its B
-  or W. With n chunks per rank, a micro-batch in one chunk counts 1/n.
-- **lines**: lines of code of the schedule's file, without blank lines, comments and docstrings.
+  or W. With n chunks per rank, a micro-batch in one chunk counts as 1/n.
+- **lines**: lines of code in the schedule's file, not counting blank lines, comments and docstrings.
 - **exact**: gradients are added in the order of the micro-batches, so the results of all exact schedules are
   bit-identical. The results of asynchronous schedules also depend on the weights that each micro-batch uses.
 - **formulas**: p is the number of ranks, m the number of micro-batches and v the number of chunks per rank. F, B, I and

@@ -56,7 +56,7 @@ def collective_bars(trace: Trace) -> Iterator[Bar]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Return whether two spans form an overlapping pair: both start and end at the same time and take more than 0 s."""
+    """Return whether two spans form an overlapping pair: have the same start, the same end and a duration above 0."""
     return one.start_s == other.start_s < one.end_s == other.end_s
 
 

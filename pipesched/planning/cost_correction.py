@@ -109,7 +109,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """Return the ratio of a stage's measured to its known time. ``factors``, if given, scale the known times."""
+        """Return the ratio of a stage's measured time to its known time, scaled by ``factors`` if given."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers

@@ -204,7 +204,7 @@ class FittingPlans:
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
     def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return a plan for this candidate; None if none was found that stays within the limits."""
+        """Return a plan for this candidate, or None if no plan within the limits was found."""
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:

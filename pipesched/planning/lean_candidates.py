@@ -98,7 +98,7 @@ class LeanCandidates:
         return None
 
     def that_fits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return a plan for this candidate; None if none was found that stays within the limits."""
+        """Return a plan for this candidate, or None if no plan within the limits was found."""
         return next(self._chooser.choices(candidate), None) if self.may_fit(candidate) else None
 
     def _largest(self) -> list[Candidate]:

@@ -71,7 +71,7 @@ class Link:
         return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
 
     def time_s(self, num_bytes: float) -> float:
-        """Return the time of a message, or of a collective that takes as long as a message on this link."""
+        """Return the time of a message; for a link that describes a collective, the time of the collective."""
         return self.latency_s + num_bytes * self.byte_s
 
 

@@ -135,7 +135,7 @@ def num_steps(actions: int, effort: float) -> int:
 
 
 def num_lists(actions: int, effort: float) -> int:
-    """Return the number of list schedules for a program with this number of actions."""
+    """Return the number of list schedules to try for a program with this number of actions."""
     return max(_FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // actions))
 
 
