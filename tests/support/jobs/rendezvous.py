@@ -113,7 +113,7 @@ def measures_for_long(group: Any, how: str) -> str:
         if how == "hangs":
             time.sleep(6)
         if how == "stops":
-            distributed_executor.ProcessExecutor.deal = lambda *_: None  # send nothing, like a stopped process
+            distributed_executor.ProcessExecutor.deal = lambda *_, **__: None  # send nothing, like a stopped process
         for _ in range(40):
             time.sleep(0.1)
         if how == "fails":
