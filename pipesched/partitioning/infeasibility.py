@@ -72,9 +72,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
     alone = _alone(request)
     enough = _enough(request)
     if most is not None and alone[1] > most:
-        numbers = (
-            f"{alone[0]} alone takes {alone[1]} bytes ({quote_bytes(alone[1])}), {alone[1] - most} more than a rank has"
-        )
+        numbers = f"{alone[0]} {alone[1]} bytes ({quote_bytes(alone[1])}), {alone[1] - most} more than a rank has"
     else:
         shown = ", ".join(map(str, sorted(set(limits))))
         numbers = f"the limit is {shown} bytes per rank, but {enough / max(limits) - 1:.1%} more would be enough"
@@ -85,7 +83,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 def _alone(request: Request) -> tuple[str, int]:
     """Find the block that needs the most memory on the stage with the fewest micro-batches in flight.
 
-    Returns the block's description and the memory that it needs, in bytes.
+    Returns the beginning of a sentence, such as ``layer 'a' alone takes``, and the memory in bytes.
     """
     problem = request.problem()
     layers = problem.blocks.layers
@@ -97,10 +95,10 @@ def _alone(request: Request) -> tuple[str, int]:
         items_of = [[knapsack.item(layer, fewest) for layer in members] for members in blocks.members]
         needed = np.array([knapsack.least_bytes(items) for items in items_of])
     members = blocks.members[int(needed.argmax())]
-    name = f"layer {layers.names[members[0]]!r}"
-    if len(members) > 1:
-        name += f" with the {counted(len(members) - 1, 'layer')} that must share its stage"
-    return name, int(needed.max())
+    layer = f"layer {layers.names[members[0]]!r}"
+    others = counted(len(members) - 1, "layer")
+    takes = "alone takes" if len(members) == 1 else f"and {others} that must be in the same stage together take"
+    return f"{layer} {takes}", int(needed.max())
 
 
 def _enough(request: Request) -> int:

@@ -112,7 +112,7 @@ class StepHistory:
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:
-        """Yield notes that say what the prediction is based on, and how to read the measured step."""
+        """Yield notes for the report: the times that the prediction uses, and conditions of the measured step."""
         replicas = self._running.host.grid.rows
         if len(replicas) > 1:
             ranks = len(replicas) * len(replicas[0])

@@ -84,10 +84,11 @@ def tune(
         pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"], plan=plan)
 
     The model's layers are measured with the sample, or a Profile gives their costs. Given a model and devices, the
-    plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps; no
-    round starts after five seconds. The measured times correct the layer costs, and the search runs once more with the
-    corrected costs. The plan with the shortest measured step is returned. If several plans are equally fast within
-    noise, the one with the shortest predicted step is returned. ``Plan.alternatives`` lists the other plans with their
+    plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps. No
+    further round starts if it would probably end more than seven seconds after the start of the first one. The measured
+    times correct the layer costs, and the search runs once more with the corrected costs. The plan with the shortest
+    measured step is returned. If several plans are equally fast within noise, the one with the shortest expected step
+    is returned: a mean of the predicted and the measured step. ``Plan.alternatives`` lists the other plans with their
     predicted and measured times. Without trial runs, identical profiles give identical plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks but not

@@ -165,7 +165,7 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Define which stages use the outputs of which other stages.
+        """Set the connections between stages, each from a stage to one that uses its output.
 
         A bidirectional schedule has a chain of stages for each direction. All chains get the same connections.
 

@@ -493,8 +493,8 @@ class Tuner:
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
     """Return three durations for one micro-batch, in seconds.
 
-    The first is the sum over all layers, each of which uses the faster of B and I + W. The second is the sum over all
-    layers if each of them uses B. The third is the duration of the slowest layer if it uses the faster of B and I + W.
+    A layer's best time is the time of its F plus the shorter of B and I + W. The durations are the sum of all best
+    times, the sum of all times of F and B, and the longest best time.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]

@@ -63,7 +63,7 @@ class CopyMemory(NamedTuple):
 
     #: Size of the copies, from the REDUCE until the sum is complete.
     buffer: int
-    #: Additional memory, beside the copies, while the collective runs.
+    #: The memory that the collective needs in addition to the copies, while it runs.
     working: int
     #: Size of the sum, until the rank waits for the sums of the stage.
     summed: int

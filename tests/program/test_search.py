@@ -243,7 +243,7 @@ def test_only_the_ranks_that_would_be_too_slow_must_fuse():
     bound = lower_bound(problem)
     assert ranks_that_must_fuse(problem, bound) == [False, True, False, False]
     assert ranks_that_must_fuse(problem, bound + 20) == [False] * 4
-    fused = {tuple(rule[FUSED * 4 : FUSED * 4 + 4]) for rule in rules(problem)}
+    fused = {tuple(rule[FUSED * 4 : FUSED * 4 + 4]) for rule in rules(problem, bound)}
     assert fused == {(0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (0, 2, 0, 0)}
 
 
@@ -257,7 +257,7 @@ def test_rules_that_fuse_only_where_it_pays_are_better():
 def test_a_rule_search_never_gets_worse():
     """A rule that gives no orders, because the limits are too tight, is not improved."""
     problem = uneven_problem(num_microbatches=4)
-    climber = RuleSearch(problem, next(rules(problem)))
+    climber = RuleSearch(problem, next(rules(problem, lower_bound(problem))))
     first = climber.makespan
     assert climber.run(30, 0) == 30
     assert climber.makespan <= first

@@ -9,10 +9,12 @@ from typing import NamedTuple
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.problem import KINDS, Tables
 
-__all__ = ["UNFIT", "Clocks", "Sequences", "assign", "clocks", "copy", "evaluate", "hold", "sequences"]
+__all__ = ["MOST", "UNFIT", "Clocks", "Sequences", "assign", "clocks", "copy", "evaluate", "hold", "sequences"]
 
 #: The makespan of orders that deadlock, that exceed a limit or that take longer than allowed.
 UNFIT = -1
+#: An allowed makespan that no orders exceed.
+MOST = 1 << 61
 
 
 class Sequences(NamedTuple):

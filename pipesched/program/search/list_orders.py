@@ -10,7 +10,7 @@ from itertools import product
 from math import gcd
 from typing import NamedTuple
 
-from pipesched.program.search.bound import lower_bound, ranks_that_must_fuse
+from pipesched.program.search.bound import ranks_that_must_fuse
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, assign, clocks
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
@@ -57,7 +57,7 @@ CHOICES = 8
 FIRST_STAGE, NONE_OWED = 1, 2
 
 
-def rules(problem: Problem) -> Iterator[Whole]:
+def rules(problem: Problem, bound: int) -> Iterator[Whole]:
     """Yield rules that make the same choices for all ranks, except for which ranks run a B instead of an I and a W.
 
     Similar rules are far apart in the sequence, so that the first few rules already differ in most choices.
@@ -66,7 +66,7 @@ def rules(problem: Problem) -> Iterator[Whole]:
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
     several = max(map(len, problem.chunks)) > 1
     depths = (0, 2, 1) if several else (0,)
-    fusions = list(_fusions(problem))
+    fusions = list(_fusions(problem, bound))
     choices = list(product(depths, (0, 1), (0, 77, 128), (256, 179, 77, 0), windows))
     stride = next(step for step in range(int(len(choices) * _GOLDEN), 2 * len(choices)) if gcd(step, len(choices)) == 1)
     for number in range(len(choices)):
@@ -79,13 +79,13 @@ def rules(problem: Problem) -> Iterator[Whole]:
             yield whole(same)
 
 
-def _fusions(problem: Problem) -> Iterator[tuple[list[int], int]]:
+def _fusions(problem: Problem, bound: int) -> Iterator[tuple[list[int], int]]:
     """Yield pairs: the value of FUSED for each rank, and one value of LAST_APART for all ranks."""
     ranks = problem.num_ranks
     yield [0] * ranks, 0
     if problem.fuses:
         yield [FIRST_STAGE] * ranks, 0
-        must_fuse = ranks_that_must_fuse(problem, lower_bound(problem))
+        must_fuse = ranks_that_must_fuse(problem, bound)
         for fused in ([True] * ranks, must_fuse):
             if any(fused):
                 for last_apart in (0, ranks - 1):
@@ -157,7 +157,7 @@ def _add_work(tables: Tables, work: Whole) -> None:
 
 @compiled
 def reset(tables: Tables, progress: Progress) -> None:
-    """Reset the state to what it is before the first action."""
+    """Reset the state: no action is written yet."""
     assign(tables.blank, progress.clocks.done)
     for row in (progress.forwards, progress.gradients, progress.weights, progress.fused):
         for at in range(len(row)):

@@ -7,7 +7,7 @@ warm-up and its cool-down, so a rule that is good for a few micro-batches is als
 from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Sequences, assign, copy, sequences
+from pipesched.program.search.evaluation import MOST, UNFIT, Sequences, assign, copy, sequences
 from pipesched.program.search.list_orders import (
     CHOICES,
     DEPTH,
@@ -28,7 +28,6 @@ from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["RuleSearch"]
 
-_MOST = 1 << 61  # more than every makespan
 _FILLINGS = whole((-1, 0, 77, 179, 256, 512, 1024))
 _PATIENCES = whole((0, 77, 128, 200))
 
@@ -67,7 +66,7 @@ class RuleSearch:
         self.orders = sequences(problem.tables)
         self._tables = problem.tables
         self._progress = progress_of(self._tables)
-        self.makespan = int(write(self._tables, self.rule, self._progress, self.orders, _MOST))
+        self.makespan = int(write(self._tables, self.rule, self._progress, self.orders, MOST))
         self._widest = problem.num_microbatches if widest is None else widest
         self._random = state()
         start(self._random, 0)

@@ -8,7 +8,7 @@ from pipesched.program.search.annealing import Annealer, Cooling
 from pipesched.program.search.beam_search import BeamSearch
 from pipesched.program.search.bound import lower_bound
 from pipesched.program.search.compiled import Whole
-from pipesched.program.search.evaluation import UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
+from pipesched.program.search.evaluation import MOST, UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
 from pipesched.program.search.list_orders import FUSED, progress_of, rules, write
 from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem
 from pipesched.program.search.rule_search import RuleSearch
@@ -17,8 +17,6 @@ __all__ = ["ROUNDS", "Found", "search"]
 
 #: The micro-batches for each rank that show the pattern of a rule.
 ROUNDS = 4
-
-_MOST = 1 << 61  # more than every makespan
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,12 @@ class _Search:
         """Add orders to start from, if they are within the limits and do not deadlock."""
         self._tried += 1
         if self._holds(orders):
-            makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
+            makespan = int(evaluate(self._tables, self._clocks, orders, MOST))
             if makespan != UNFIT:
-                self._starts.append(_Start(makespan, len(self._starts), known, orders))
+                self._keep(makespan, orders, known)
+
+    def _keep(self, makespan: int, orders: Sequences, known: int | None = None) -> None:
+        self._starts.append(_Start(makespan, len(self._starts), known, orders))
 
     def _holds(self, orders: Sequences) -> bool:
         first = self._tables.first
@@ -132,17 +133,17 @@ class _Search:
         ranks = self._problem.num_ranks
         orders = sequences(self._tables)
         best: dict[tuple[int, ...], tuple[int, Whole]] = {}
-        for rule in islice(rules(self._problem), self._lists):
+        for rule in islice(rules(self._problem, self._bound), self._lists):
             fused = tuple(rule[FUSED * ranks : (FUSED + 1) * ranks])
-            most = _MOST
+            most = MOST
             if best and self._climbs:
                 least = min(makespan for makespan, _ in best.values())
-                most = min(best[fused][0] - 1 if fused in best else _MOST, least + least // _WORSE)
+                most = min(best[fused][0] - 1 if fused in best else MOST, least + least // _WORSE)
             makespan = int(write(self._tables, rule, progress, orders, most))
             self._tried += 1
             if makespan == UNFIT:
                 continue
-            self._starts.append(_Start(makespan, len(self._starts), None, orders))
+            self._keep(makespan, orders)
             if self._done:
                 return
             if fused not in best or makespan < best[fused][0]:
@@ -229,7 +230,7 @@ class _Search:
         copy(start.orders, orders)
         if heat != _WARM:
             self._split(orders)
-        makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
+        makespan = int(evaluate(self._tables, self._clocks, orders, MOST))
         makespan, ran = annealer.run(orders, makespan, Cooling(*heat, steps), goal=self._bound, seed=number)
         self._tried += ran
         return _Start(makespan, len(self._starts) + number, None, orders)
