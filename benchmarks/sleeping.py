@@ -27,6 +27,7 @@ from contextlib import suppress
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from measure import Delays, delays, in_ranks, machine, ratio, slowest_s
@@ -89,13 +90,21 @@ class Edge(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A layer whose F, I and W each take ``seconds`` (default: 10 ms). A hook on the weight sleeps during W."""
+    """A layer whose F, I and W each take ``seconds`` (default: 10 ms). A hook on the weight sleeps during W.
+
+    The forward registers the hook on a new weight: a profile measures layers with copies of their weights.
+    """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         super().__init__()
+        self.seconds = seconds  # a profile measures layers of different lengths separately
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
         self.clock = Clock(seconds)
+        self._hook()
+
+    def _hook(self) -> None:
         self.weight.register_hook(self._arrived)
+        self.hooked = ref(self.weight)
 
     def _arrived(self, grad: Tensor) -> Tensor:
         if not self.clock.in_backward:  # a separate W, not part of a B
@@ -104,6 +113,8 @@ class Sleeping(nn.Module):
         return grad
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.hooked() is not self.weight:
+            self._hook()
         # The first stage's input needs no gradient, but its I takes the same time.
         x = Edge.apply(x if x.requires_grad else x.detach().requires_grad_(), self.clock, True)
         return Edge.apply(functional.linear(x, self.weight), self.clock, False)
