@@ -89,7 +89,7 @@ class SumRanks(NamedTuple):
 
     Attributes:
         whole: for each position in the pipeline, the processes at this position in all replicas.
-        shards: for each position and each shard of its weights, the processes that hold this shard.
+        shards: for each position in the pipeline and each shard of its weights, the processes that hold the shard.
 
     """
 
@@ -103,12 +103,13 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
     Args:
         mesh: the mesh.
         axes: maps "pipeline", "replicate" and "shard" to names of mesh dimensions. Other dimensions are ignored.
-            Default: a mesh with one dimension is a pipeline; if there are more, they are recognised by their names.
+            Default: a mesh with one dimension is a pipeline; the dimensions of any other mesh are recognised by
+            their names.
         timeout_s: how long a process waits for another process, in seconds.
 
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
-        DeviceCountError: the mesh does not have these dimensions, or does not contain this process.
+        DeviceCountError: the mesh lacks a dimension that ``axes`` names, or does not contain this process.
         ExecutionError: a process does not join the group in time.
 
     """

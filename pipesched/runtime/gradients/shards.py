@@ -79,7 +79,7 @@ class Shards:
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         """Return this replica's rows of ``tensor``; None if this replica has no rows of the parameter.
 
-        A tensor whose shape differs from the parameter's must hold only these rows, and is returned unchanged.
+        A tensor whose shape differs from the parameter's shape must contain only these rows, and is returned unchanged.
         """
         if tensor.shape != self._shapes[parameter]:
             start, end = self._rows[parameter][self._replica]
