@@ -278,13 +278,13 @@ class Splitter:
             if self.fixed:
                 due = f"exactly {fixed}, because the program has {self.num_microbatches} per replica"
                 remedy = f"pass {fixed} micro-batches, or use a schedule that allows any number of micro-batches"
-            raise InputError(f"the number of micro-batches must be {due}; microbatches= holds {count}; {remedy}")
+            raise InputError(f"the number of micro-batches must be {due}; microbatches= contains {count}; {remedy}")
         with_target = [number for number, one in enumerate(microbatches) if one.target is not None]
         if len(with_target) not in (0, count):
             missing = next(number for number in range(count) if number not in with_target)
             raise InputError(
-                f"if any micro-batch has a target, all must have one; micro-batch {with_target[0]} of {count} has a "
-                f"target, but micro-batch {missing} has no target; pass target= to every Microbatch"
+                f"if any micro-batch has a target, all micro-batches must have one; micro-batch {with_target[0]} of "
+                f"{count} has a target, but micro-batch {missing} has no target; pass target= to every Microbatch"
             )
         rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
         inputs = [(one.args, one.kwargs) for one in microbatches]
