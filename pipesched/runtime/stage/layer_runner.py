@@ -107,7 +107,7 @@ class LayerRunner:
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
-        """Start a step. ``weights`` stores the weight versions; None if no update occurs during the run."""
+        """Start a step. ``weights`` is None if no update occurs while micro-batches are in flight."""
         self._step_data = self._added.step_data = step_data
         self._added.saved = None
         self._weights = weights
