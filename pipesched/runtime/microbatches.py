@@ -22,8 +22,7 @@ __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weight
 
 #: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
 #: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. If one
-#: dim applies to all arguments, a target or output is split along dim 0 instead if its size in the one dim differs from
-#: the number of rows.
+#: dim applies to all arguments, a target or output whose size in that dim differs from the number of rows uses dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
@@ -35,7 +34,7 @@ class Microbatch:
         parts = [Microbatch(tokens, mask=mask, target=labels) for tokens, mask, labels in packed]
         loss = pipe.step(microbatches=parts)
 
-    Each micro-batch must have the same arguments as the sample. Its tensors can have any shapes that the model accepts,
+    Each micro-batch must have the same arguments as the sample. The tensors can have any shapes that the model accepts,
     for example packed sequences, or sequences grouped by length.
 
     Args:

@@ -182,9 +182,10 @@ def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
         axes = {axis: name for axis, known in _KNOWN.items() for name in names if name in known}
         if "pipeline" not in axes or len(axes) < mesh.ndim:
             raise DeviceCountError(
-                f"a pipeline needs one mesh dimension for its ranks, and may use others for replicas; this mesh has "
-                f"{f'the dimensions {names}' if names else f'{mesh.ndim} unnamed dimensions'}; pass one dimension of "
-                f"the mesh, such as mesh['pp'], or name the axes: axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+                f"a pipeline needs one mesh dimension for its ranks, and may use other dimensions for replicas; this "
+                f"mesh has {f'the dimensions {names}' if names else f'{mesh.ndim} unnamed dimensions'}; pass one "
+                f"dimension of the mesh, such as mesh['pp'], or name the axes: "
+                f"axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
             )
     if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
         raise DeviceCountError(

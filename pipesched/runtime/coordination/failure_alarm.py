@@ -3,8 +3,8 @@
 In every rank, a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
 all ranks of the job, because ranks of other pipelines may share collectives with its pipeline. Each notified rank
 replies with its current activity, and stops waiting for other ranks by closing its connections. A rank that has not
-failed itself, but has noticed a late or missing peer, determines the rank to blame from the replies. It then notifies
-the other ranks of the result.
+failed itself, but has noticed a late or missing peer, determines the rank to blame from the replies, and then
+notifies the other ranks of the result.
 
 After a failure, the alarm waits for the store only briefly, because the process that hosts the store may have stopped.
 """
@@ -312,7 +312,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """Return the replies, except those of ranks that have closed their pipelines and so are not to blame."""
+        """Return the replies, without the replies of ranks that have closed their pipelines and are not to blame."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:

@@ -37,7 +37,7 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """Groups the messages that one rank's order sends and receives by channel, in their order on each channel.
+    """Groups the messages of one rank's order by channel, and lists the messages of each channel in order.
 
     Args:
         program: the lowered program.

@@ -169,8 +169,8 @@ class _Step(NamedTuple):
 class _Norms:
     """Exchanges gradient norms between ranks.
 
-    This rank sends the norms of all its stages together. It receives the norms of the other ranks when an
-    update needs them.
+    This rank sends the norms of all its stages together. Before an update, this rank receives the norms of the other
+    ranks.
 
     Args:
         count: the number of this rank's stages.

@@ -54,7 +54,7 @@ class RunSpec:
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
-    #: Called after the ranks have finished. Its argument states whether the run failed.
+    #: Called after the ranks have finished. The argument states whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
     #: Maps a stream's micro-batch to the program's micro-batch with the same actions. Default: the identity.
     pair: Callable[[int], int] = lambda microbatch: microbatch
@@ -89,7 +89,7 @@ class ThreadRun:
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.deserted = False  # True in a forked child: the threads exist only in the parent
-        #: The part that was queued last. It references this run, so ``end`` resets it.
+        #: The part that was queued last. The part references this run, so ``end`` resets this attribute.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
         self._jobs = jobs

@@ -30,9 +30,9 @@ class Divided(Protocol):
 class DividedCopies:
     """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
 
-    A replica's row holds that replica's part of each gradient. Like the buffers of undivided gradients, each row ends
-    with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over replicas, this number
-    shows how many replicas have a gradient. The constructor sets the parameters' own gradients to None.
+    A replica's row contains that replica's part of each gradient. Like the buffers of undivided gradients, each row
+    ends with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over replicas, this
+    number shows how many replicas have a gradient. The constructor sets the parameters' own gradients to None.
 
     Args:
         divided: for each parameter of the bucket, the object that receives this replica's rows of the sum.

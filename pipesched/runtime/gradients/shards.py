@@ -15,7 +15,8 @@ class Shards:
 
     A parameter is cut along its first dimension. Parameters that have too few rows or are not contiguous stay whole,
     and so do all parameters if ``cuts`` is False. Each whole parameter is updated by one replica. The whole parameters
-    are assigned in descending order of size, frozen ones last, each to the replica that has the fewest elements so far.
+    are assigned in descending order of size, frozen parameters last. Each goes to the replica with the fewest elements
+    so far.
 
     Args:
         parameters: the parameters of one stage.

@@ -99,7 +99,7 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Copy the tensors in ``parts[i]``, all of one dtype, from replica i to all others. Blocks the thread."""
+        """Copy the tensors in ``parts[i]``, all of one dtype, from replica i to the others. Blocks the thread."""
         own = parts[self._replica]
         length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
         like = next(tensor for tensors in parts for tensor in tensors)

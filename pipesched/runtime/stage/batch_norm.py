@@ -201,7 +201,7 @@ class MiniBatchNorms:
         self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
-        """Warn about layers whose normalisation or running statistics differ from those of an unsplit batch.
+        """Warn about layers whose normalisation or running statistics differ from an unsplit batch.
 
         ``streams`` states whether steps overlap. Raises ScheduleError if steps overlap and the mode is "mini-batch".
         """

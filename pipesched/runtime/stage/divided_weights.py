@@ -158,8 +158,9 @@ class DividedWeights:
     def reshard(self, *, last: bool) -> None:
         """RESHARD: free the full weights, and keep this replica's rows.
 
-        ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once nothing else uses
-        it. Otherwise the memory is freed immediately, even though the graphs of micro-batches in flight refer to it.
+        ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once no other tensor
+        uses it. Otherwise the memory is freed immediately, even though the graphs of micro-batches in flight refer to
+        it.
         """
         with torch.inference_mode(False):
             self.wait()

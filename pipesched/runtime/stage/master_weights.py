@@ -80,7 +80,7 @@ def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
 
 
 class _Widened(NamedTuple):
-    """A parameter that is float32 during a step. Its original tensor and gradient are restored after the step."""
+    """A parameter that is float32 during a step, with the tensor and gradient to restore after the step."""
 
     parameter: Tensor
     values: Tensor

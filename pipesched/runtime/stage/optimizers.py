@@ -98,7 +98,7 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     if others:
         raise ModelTypeError(
             f"optimizer(params) must return an optimizer of params only; for a stage with "
-            f"{counted(len(own), 'parameter')} it returned an optimizer with "
+            f"{counted(len(own), 'parameter')} the function returned an optimizer with "
             f"{counted(len(others), 'other parameter')}; pass only params to the optimizer"
         )
     return made

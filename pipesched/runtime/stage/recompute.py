@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call, divided into those that the call changes and those that it does not change."""
+    """A layer's buffers before a call, divided into changed buffers and unchanged buffers."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
@@ -100,7 +100,7 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Separate the buffers in ``seen`` that the call changes from those that it leaves unchanged.
+        """Separate the buffers in ``seen`` that the call changes from the unchanged buffers.
 
         The first run of a call determines the changed buffers, once for each combination of the modules' training
         modes. Values are compared, because some operators change a tensor without incrementing its version counter.

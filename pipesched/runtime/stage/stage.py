@@ -1,6 +1,6 @@
 """Stage: runs the actions of one stage, and keeps the state of each micro-batch between its actions.
 
-A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
+A stage contains no scheduling, rank or transport logic. A `LayerRunner` calls the user's own layers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -212,7 +212,7 @@ class Stage:
             self.sharded.reduce()
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD: start copying offloaded layers' activations to the host, unless their memory is used elsewhere."""
+        """OFFLOAD: start copying offloaded layers' activations to the host, unless other code uses their memory."""
         if self._runner.offloads is not None:
             self._runner.offloads.offload(microbatch, self._runner.held_by_others(self._saved[microbatch]))
 

@@ -36,7 +36,7 @@ class StageOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the modules, except those that another stage updates."""
+        """The parameters of the modules, except the parameters that another stage updates."""
         own = dict.fromkeys(parameter for module in self._modules.values() for parameter in module.parameters())
         return [parameter for parameter in own if parameter not in self.elsewhere]
 

@@ -105,7 +105,7 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` takes a parameter of the original layers and the rank of these layers. It returns the tensor whose
+    ``target`` takes a parameter of the original layers and the rank of these layers, and returns the tensor whose
     ``.grad`` accumulates the gradients from the copies of this parameter.
     """
 

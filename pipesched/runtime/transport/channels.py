@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that may not have been received yet. Its buffer is later added to the list ``spare``."""
+    """A message that may not have been received yet. The buffer is later added to the list ``spare``."""
 
     position: int
     work: Work

@@ -260,7 +260,7 @@ def _turn(channel: Channel) -> tuple[bool, int, int, int]:
 
 
 class _Sent(NamedTuple):
-    """A message that the device may still be sending. Its buffer is later added to the list ``spare``."""
+    """A message that the device may still be sending. The buffer is later added to the list ``spare``."""
 
     sending: _Sending
     message: Packed
@@ -280,7 +280,7 @@ class DeviceOutgoing:
         self._sent: deque[_Sent] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
+        """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self._position = 0
         self.book.open(keys)
 
@@ -338,7 +338,7 @@ class DeviceIncoming:
         self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
+        """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self.taken = 0
         self.book.open(keys)
 

@@ -1,8 +1,9 @@
 """Message layout: describes a value that is sent between ranks, but not the contents of its tensors.
 
-A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. Its layout is small and
-fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value.
-Strides are kept, because results depend on them. Tensors that share memory also share memory after they are received.
+A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. A layout is
+small and fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds
+the value. Strides are kept, because results depend on them. Tensors that share memory also share memory after they are
+received.
 """
 
 from collections import Counter

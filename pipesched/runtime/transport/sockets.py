@@ -351,7 +351,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """Return the greeting of a connection. It proves that the sender knows the secret, without revealing the secret.
+    """Return the greeting of a connection. A greeting proves that the sender knows the secret, but does not reveal it.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
