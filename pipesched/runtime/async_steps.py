@@ -1,9 +1,10 @@
-"""Async steps: runs the steps of an asynchronous schedule, which overlap until a flush.
+"""Async steps: runs an asynchronous schedule, whose steps overlap until a flush.
 
-Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. In one
-process, the ranks are threads, and the caller runs one step ahead of them; with one process per rank, the calling
-thread runs the rank's order. Updates change the weights while micro-batches are in flight. Each stage keeps older
-versions of its weights until no micro-batch needs them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
+Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. If all
+ranks share one process, each rank is a thread, and the caller queues steps one step ahead of the threads. With one
+process per rank, the calling thread runs the rank's order. Updates change the weights while micro-batches are in
+flight. Each stage keeps older versions of its weights until no micro-batch needs them (PipeDream, Narayanan et al.
+2019; PipeDream-2BW, 2021).
 """
 
 import threading
@@ -30,21 +31,21 @@ from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
 
-_REMEMBERED = 6  # number of recent parts (steps and the flush) whose timelines are kept
+_REMEMBERED = 6  # keep the timelines of this many recent parts; a part is a step or the flush
 
 
 class Stream:
-    """A stream of overlapping steps, from its first step to its flush.
+    """Runs the overlapping steps of an asynchronous schedule, from the first step to the flush.
 
     Args:
         host: the RankHost that runs the ranks.
-        segments: splits the program's orders into one part per step.
+        segments: splits the program's orders into parts: one part for each step, and one for the flush.
         stages: the stages of this process.
         step_data: an empty StepData with the number of the first step.
         caller: the settings of the calling thread, such as autocast.
         finished: called with the timeline of each part after all ranks of this process have run the part.
         metrics: receives the losses that layers add.
-        kind: the ``kind`` of each step's `RunResults`.
+        kind: the kind of the runs, for `RunResults`. Layers add losses either in all runs of a kind or in none.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -90,7 +91,8 @@ class Stream:
         """Queue a step, and wait until all ranks of this process have run the previous step.
 
         With one process per rank, this call runs the rank's part of the step without waiting for the other ranks to
-        finish, and the loss may still be in transit. A layer's exception is raised here and ends the stream.
+        finish, and the returned loss may not have arrived yet. An exception in a layer is raised here and ends the
+        stream.
 
         Returns:
             The loss of the previous step; at the first call, the loss of the first step.
@@ -145,7 +147,7 @@ class Stream:
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """A context for one call of ``method``. An exception within it ends the stream.
+        """A context for one call of ``method``. An exception within the context ends the stream.
 
         Raises ExecutionError if another call is in progress, or if the call comes from inside a running step.
         """

@@ -21,8 +21,8 @@ from pipesched.units import counted
 __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
 #: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
-#: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. With
-#: one dim for all arguments, a target or output whose size in that dim is not the number of rows uses dim 0 instead.
+#: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. If one
+#: dim applies to all arguments, a target or output whose size in that dim differs from the number of rows uses dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
@@ -34,7 +34,7 @@ class Microbatch:
         parts = [Microbatch(tokens, mask=mask, target=labels) for tokens, mask, labels in packed]
         loss = pipe.step(microbatches=parts)
 
-    Each micro-batch must have the same arguments as the sample. Its tensors can have any shapes that the model accepts,
+    Each micro-batch must have the same arguments as the sample. The tensors can have any shapes that the model accepts,
     for example packed sequences, or sequences grouped by length.
 
     Args:
@@ -60,7 +60,7 @@ class GivenBatch(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
-    #: Micro-batches that the caller cut; the other fields are then empty.
+    #: The micro-batches into which the caller split the batch. If set, the other fields are empty.
     microbatches: Any = None
 
     @property
@@ -84,11 +84,11 @@ class Batch:
     output_dim: int = 0
     #: The form (dtypes and shapes) of each micro-batch's inputs, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
-    #: Whether the caller cut the micro-batches, so that their shapes can differ.
+    #: Whether the caller split the batch into micro-batches. The shapes of such micro-batches can differ.
     as_given: bool = False
 
     def of_replica(self, replica: int, num_replicas: int) -> "Batch":
-        """Return one replica's micro-batches, from a batch that contains those of all replicas."""
+        """Return one replica's micro-batches, from a batch that contains the micro-batches of all replicas."""
         size = len(self.rows) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
         return replace(self, inputs=self.inputs[own], targets=self.targets[own], rows=self.rows[own])
@@ -97,7 +97,7 @@ class Batch:
         """Return each micro-batch's form (dtypes and shapes), computed by ``look``.
 
         Micro-batches with the same number of rows have the same form, so ``look`` is called once for each number of
-        rows. If the caller cut the batch into micro-batches, ``look`` is called for each micro-batch.
+        rows. If the caller split the batch into micro-batches, ``look`` is called for each micro-batch.
         """
         if self.as_given:
             return [look(value) for value in self.inputs]
@@ -212,8 +212,8 @@ class Splitter:
     ) -> Batch:
         """Split a mini-batch. A batch with fewer rows than micro-batches is split into one micro-batch per row.
 
-        With several replicas, the micro-batches of all replicas are returned, in replica order. Every replica gets the
-        same number of micro-batches.
+        If there are several replicas, the Batch contains the micro-batches of all replicas, in replica order. Every
+        replica gets the same number of micro-batches.
 
         Raises:
             InputError: if the batch has no rows, if its arguments and target have different numbers of rows, if it has
@@ -254,7 +254,9 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def as_given(self, microbatches: Any, *, num_replicas: int = 1) -> Batch:
-        """Make a Batch from the caller's own micro-batches. The list contains those of all replicas, in replica order.
+        """Return a Batch of the micro-batches into which the caller split a batch.
+
+        ``microbatches`` contains the micro-batches of all replicas, in replica order.
 
         Raises:
             InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow this
@@ -275,13 +277,13 @@ class Splitter:
             if self.fixed:
                 due = f"exactly {fixed}, because the program has {self.num_microbatches} per replica"
                 remedy = f"pass {fixed} micro-batches, or use a schedule that allows any number of micro-batches"
-            raise InputError(f"the number of micro-batches must be {due}; microbatches= holds {count}; {remedy}")
+            raise InputError(f"the number of micro-batches must be {due}; microbatches= contains {count}; {remedy}")
         with_target = [number for number, one in enumerate(microbatches) if one.target is not None]
         if len(with_target) not in (0, count):
             missing = next(number for number in range(count) if number not in with_target)
             raise InputError(
-                f"if any micro-batch has a target, all must have one; micro-batch {with_target[0]} of {count} has a "
-                f"target, but micro-batch {missing} has no target; pass target= to every Microbatch"
+                f"if any micro-batch has a target, all micro-batches must have one; micro-batch {with_target[0]} of "
+                f"{count} has a target, but micro-batch {missing} has no target; pass target= to every Microbatch"
             )
         rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
         inputs = [(one.args, one.kwargs) for one in microbatches]
@@ -289,7 +291,7 @@ class Splitter:
         return Batch(inputs, targets, rows, output_dim=self._dim("output") or 0, as_given=True)
 
     def _rows_of(self, number: int, microbatch: Microbatch) -> int:
-        """Return the number of rows of one of the caller's own micro-batches."""
+        """Return the number of rows of a micro-batch that the caller passed."""
         self._check_names(len(microbatch.args), microbatch.kwargs)
         named: list[tuple[int | str, Any]] = [*enumerate(microbatch.args), *microbatch.kwargs.items()]
         given = {_argument(name): (value, self._dim(name)) for name, value in named}
@@ -382,8 +384,8 @@ class Splitter:
 
         Args:
             batch: the batch.
-            groups: for each update, the micro-batches whose gradients it applies. The factors in a group add up to 1.
-                Default: one group of all micro-batches.
+            groups: for each update, the micro-batches whose gradients the update applies. The factors in a group add up
+                to 1. Default: one group of all micro-batches.
             across: a function that takes this replica's weights and returns the weights of every replica. The factors
                 of all replicas together add up to 1. Default: there is one replica.
 
@@ -449,7 +451,7 @@ _Given = dict[str, tuple[Any, int | None]]
 
 
 def _common_rows(given: _Given) -> int:
-    """Return a batch's number of rows. Raises InputError if it is 0, or if it differs between tensors."""
+    """Return a batch's number of rows. Raises InputError if the number is 0 or differs between tensors."""
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:

@@ -89,7 +89,7 @@ class SumRanks(NamedTuple):
 
     Attributes:
         whole: for each position in the pipeline, the processes at this position in all replicas.
-        shards: for each position and each shard of its weights, the processes that hold this shard.
+        shards: for each position in the pipeline and each shard of its weights, the processes that hold the shard.
 
     """
 
@@ -103,12 +103,13 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
     Args:
         mesh: the mesh.
         axes: maps "pipeline", "replicate" and "shard" to names of mesh dimensions. Other dimensions are ignored.
-            Default: a mesh with one dimension is a pipeline; if there are more, they are recognised by their names.
+            Default: a mesh with one dimension is a pipeline; the dimensions of any other mesh are recognised by
+            their names.
         timeout_s: how long a process waits for another process, in seconds.
 
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
-        DeviceCountError: the mesh does not have these dimensions, or does not contain this process.
+        DeviceCountError: the mesh lacks a dimension that ``axes`` names, or does not contain this process.
         ExecutionError: a process does not join the group in time.
 
     """
@@ -181,9 +182,10 @@ def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
         axes = {axis: name for axis, known in _KNOWN.items() for name in names if name in known}
         if "pipeline" not in axes or len(axes) < mesh.ndim:
             raise DeviceCountError(
-                f"a pipeline needs one mesh dimension for its ranks, and may use others for replicas; this mesh has "
-                f"{f'the dimensions {names}' if names else f'{mesh.ndim} unnamed dimensions'}; pass one dimension of "
-                f"the mesh, such as mesh['pp'], or name the axes: axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+                f"a pipeline needs one mesh dimension for its ranks, and may use other dimensions for replicas; this "
+                f"mesh has {f'the dimensions {names}' if names else f'{mesh.ndim} unnamed dimensions'}; pass one "
+                f"dimension of the mesh, such as mesh['pp'], or name the axes: "
+                f"axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
             )
     if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
         raise DeviceCountError(

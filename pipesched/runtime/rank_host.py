@@ -84,7 +84,7 @@ Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
 #: The loss of a mini-batch and its metrics. The metrics are None if metrics= was not passed on the sending rank.
 LossAndMetrics = tuple[Tensor, dict[str, Tensor] | None]
 
-#: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes one).
+#: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes a batch).
 Inputs = Literal["all", "first"]
 
 
@@ -99,7 +99,7 @@ class SegmentedRun(Protocol):
         """Give each rank of this process the next part of its actions. Return a handle for ``finish``."""
 
     def finish(self, part: Any) -> Timeline:
-        """Wait until the part with this handle has run, and return its timeline. If a stage failed, raise its error."""
+        """Wait until the part with this handle has run, and return its timeline. Raises the error of a failed stage."""
 
     def abandon(self) -> None:
         """Stop all ranks."""
@@ -122,7 +122,10 @@ class Executor(Protocol):
 
 
 class RankHost(Protocol):
-    """The interface to a pipeline's ranks. With several processes, all methods are collective."""
+    """The interface to a pipeline's ranks.
+
+    With several processes, the methods that communicate are collective, except ``fail`` and ``abandon``.
+    """
 
     #: The devices of the ranks that hold stages.
     devices: list[torch.device]
@@ -140,7 +143,7 @@ class RankHost(Protocol):
         """The executor of this process's ranks."""
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
-        """Return a host for the same ranks. Only the first ``num_ranks`` of them hold stages.
+        """Return a host for the same ranks, of which only the first ``num_ranks`` hold stages.
 
         Raises DeviceCountError if ``all_ranks`` is True but a rank of the mesh would hold no stage.
         """
@@ -172,13 +175,13 @@ class RankHost(Protocol):
         Args:
             method: the name of the pipeline's method.
             given: whether a batch was passed in this process.
-            make: makes the call from the batch.
+            make: builds the StepCall from the batch.
             deal: splits rank 0's call into a message for each rank.
 
         Raises:
-            InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed none although ``inputs=``
-                requires it. If ``make`` raises an error, this process raises the same error, and the other processes
-                raise an ExecutionError that contains the text of that error.
+            InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed no batch although
+                ``inputs=`` requires it. If ``make`` raises an error, this process raises the same error, and the other
+                processes raise an ExecutionError that contains the text of that error.
 
         """
 
@@ -242,7 +245,7 @@ class ThreadRanks:
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "ThreadRanks":
         other = ThreadRanks(self.all_devices, self._threads)
-        other.devices = self.all_devices[:num_ranks]  # no threads for the other devices
+        other.devices = self.all_devices[:num_ranks]  # do not start threads for the other devices
         return other
 
     def holds(self, rank: int) -> bool:
@@ -291,12 +294,12 @@ class ThreadRanks:
         self.close()
 
     def close(self) -> None:
-        if "executor" in vars(self):  # if started
+        if "executor" in vars(self):  # if the threads have been started
             self.executor.close()
 
 
 class MeshRanks:
-    """Runs the ranks of a DeviceMesh, with one process per rank. All methods are collective.
+    """Runs the ranks of a DeviceMesh, with one process per rank.
 
     Ranks are numbered within a replica of the pipeline. Each replica runs the same calls on its own rows of the batch.
 
@@ -379,7 +382,7 @@ class MeshRanks:
         what = "the construction of a pipeline"
         given = None
         if self.executor.rank:
-            while given is None:  # a heartbeat: rank 0 is still working
+            while given is None:  # None is a heartbeat: rank 0 is still working
                 given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
             result: T = given[0]
             return result
@@ -412,7 +415,7 @@ class MeshRanks:
                     self.executor.learn(value)
         with self._refusing(self._inputs == "first", "with inputs='first', rank 0 must send the inputs to other ranks"):
             self.executor.learn(model.sample)
-        with self._refusing(False, ""):  # outputs are sent only on request, so a failure is not an error here
+        with self._refusing(False, ""):  # outputs are sent only on request, so they need not be sendable
             self.executor.learn(model.output_form)
 
     @staticmethod
@@ -533,7 +536,7 @@ class MeshRanks:
         return [given for given, _ in replies]
 
     def loss_with_metrics(self, rank: int, value: LossAndMetrics | None) -> Callable[[], LossAndMetrics]:
-        """Send one rank's loss and metrics to all others. Return a function that waits for both and returns them.
+        """Send one rank's loss and metrics to all other ranks. Return a function that waits for both and returns them.
 
         If there are several replicas, the function returns the sums over replicas.
         """
@@ -548,7 +551,7 @@ class MeshRanks:
         return lambda: _loss_and_metrics(take())
 
     def shared(self, value: T) -> Callable[[], list[list[T]]]:
-        """Send this rank's value to all others; return a function that waits for the values of all ranks.
+        """Send this rank's value to all other ranks; return a function that waits for the values of all ranks.
 
         The function returns one list per replica, with one value per rank.
         """
@@ -594,7 +597,7 @@ class MeshRanks:
 
 
 def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: ReductionOrder) -> LossAndMetrics:
-    """Add the losses and the metrics of all replicas. ``parts`` holds them in replica order."""
+    """Add the losses and the metrics of all replicas. ``parts`` has an entry for each replica, in replica order."""
     add = tree_sum if order == "tree" else partial(reduce, torch.add)
     losses = [loss.to(device) for loss, _ in parts]
     given = [metrics for _, metrics in parts if metrics is not None]

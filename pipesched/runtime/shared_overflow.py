@@ -38,7 +38,7 @@ def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_
     if idle:
         raise InputError(
             f"with scaler= and your own optimizers, every rank needs a gradient, because GradScaler.step() fails "
-            f"without one; rank {idle[0]} of {len(known)} has none; pass optimizer=, or use fewer ranks"
+            f"without one; rank {idle[0]} of {len(known)} has no gradient; pass optimizer=, or use fewer ranks"
         )
     if not all(finite for _, finite in known):
         for grad in grads:

@@ -33,7 +33,7 @@ class StepCall:
 
     method: str
     batch: Batch
-    #: The loss weights; None if there is no loss. In a call to forward, they apply to losses in the outputs.
+    #: The loss weights; None if there is no loss. In a call to forward, the weights apply to losses in the outputs.
     weighting: Weighting | None = None
     _: KW_ONLY
     return_outputs: bool = False
@@ -41,7 +41,7 @@ class StepCall:
     gather: bool = False
 
     def step_data(self, seed: int, step: int, metrics: Metrics | None = None, *, replica: int = 0) -> StepData:
-        """Make the `StepData` that the stages of a replica use for this call."""
+        """Create the `StepData` that the stages of a replica use for this call."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
             seed,
@@ -62,7 +62,7 @@ class StepCall:
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:
-        """Return the mini-batch's loss. Only the process of the last stage can compute it."""
+        """Return the mini-batch's loss. Only the process of the last stage can compute this loss."""
         return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
@@ -77,7 +77,7 @@ class StepCall:
 
 
 def _key(seed: int, step: int, first: int, microbatch: int) -> Key:
-    """Return the random key of a micro-batch. ``first`` is the number of the first micro-batch of its replica."""
+    """Return the random key of a micro-batch. ``first`` is the number of the replica's first micro-batch."""
     return Key(seed, step, first + microbatch)
 
 

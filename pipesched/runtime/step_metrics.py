@@ -47,7 +47,7 @@ class StepMetrics:
     """Computes the loss of each step or evaluation, and keeps the named scalars of the latest step or evaluation."""
 
     def __init__(self) -> None:
-        #: Whether layers add losses, keyed by the kind of run. All processes agree on it in the first run of a kind.
+        #: Whether layers add losses, keyed by the kind of run. All processes agree in the first run of a kind.
         self._adds: dict[Hashable, bool] = {}
         #: Reads the named scalars of the latest step or evaluation.
         self.read: Callable[[], Mapping[str, Tensor]] = dict
@@ -85,14 +85,14 @@ class StepMetrics:
         order = host.reduction_order
         found: list[_Result] = []
 
-        def result() -> _Result:  # must not reference the run, which would keep the batch alive
+        def result() -> _Result:  # must not reference ``run``, because ``run`` would keep the batch alive
             if not found:
                 parts: Any = shared()
                 loss, metrics = summed([ranks[rank][0] for ranks in parts], here, order) if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
-                        f"if any rank passes metrics=, all must pass it; another rank passed metrics=, but rank "
-                        f"{rank}, which has the outputs, did not; pass the same arguments on every rank"
+                        f"if any rank passes metrics=, all ranks must pass it; another rank passed metrics=, but "
+                        f"rank {rank}, which has the outputs, did not; pass the same arguments on every rank"
                     )
                 every = [
                     (replica * size + number, *row)
@@ -149,7 +149,7 @@ def _rows_of(added: Mapping[int, Added], microbatches: Sequence[int]) -> list[_R
 
 
 def _measured(run: RunResults) -> dict[str, Tensor]:
-    """Combine the metrics of the micro-batches into those of the mini-batch, in the same way as their losses."""
+    """Return the metrics of the mini-batch, combined from the micro-batches' metrics with the weights of the losses."""
     of_each = [run.step_data.measured.pop(number, {}) for number in run.microbatches]
     if any(one.keys() != of_each[0].keys() for one in of_each):
         odd = next(number for number, one in enumerate(of_each) if one.keys() != of_each[0].keys())
@@ -175,7 +175,7 @@ def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row],
     if twice := named.keys() & metrics.keys():
         raise InputError(
             f"a metric must not have the name of an added loss; a layer adds a loss named {min(twice)!r}, and metrics= "
-            f"also returns that name; rename one of them"
+            f"also returns that name; rename the metric or the loss"
         )
     added = {name: torch.stack(named[name]).sum() for name in sorted(named)}
     for value in added.values():

@@ -68,13 +68,13 @@ def test_inputs_that_require_a_gradient_get_one() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], r"must be at least 1; microbatches= holds 0; pass at least one Microbatch"),
+        ([], r"must be at least 1; microbatches= contains 0; pass at least one Microbatch"),
         (torch.ones(3), r"microbatches= must be a list of Microbatch objects; got"),
         ([torch.ones(3)], r"microbatches= must be a list of Microbatch objects; got"),
         ([Microbatch(parts()[0].args[0], mask=parts()[0].kwargs["mask"])], r"must have a target if the pipeline has a"),
         (
             [*parts(), Microbatch(torch.ones(1, 2))],
-            r"all must have one; micro-batch 0 of 5 has a target, but micro-batch 4 has no target",
+            r"all micro-batches must have one; micro-batch 0 of 5 has a target, but micro-batch 4 has no target",
         ),
         (
             [Microbatch(torch.zeros(2, 3), mask=torch.zeros(3, 3), target=torch.zeros(2, 3))],
@@ -98,6 +98,6 @@ def test_a_program_of_a_fixed_number_of_microbatches_refuses_another() -> None:
     with pipeline(tagger(), HERE, schedule=program) as pipe:
         pipe.step(microbatches=parts())
         with pytest.raises(
-            InputError, match="must be exactly 4, because the program has 4 per replica; microbatches= holds 2"
+            InputError, match="must be exactly 4, because the program has 4 per replica; microbatches= contains 2"
         ):
             pipe.step(microbatches=parts((2, 3), (1, 1)))

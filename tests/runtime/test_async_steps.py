@@ -254,7 +254,7 @@ def test_what_an_asynchronous_step_cannot_give_is_refused(name: str) -> None:
     model = transformer()
     with pytest.raises(
         ModelTypeError,
-        match="with 14 parameters it returned an optimizer with 16 other parameters; pass only params to the",
+        match="with 14 parameters the function returned an optimizer with 16 other parameters; pass only params to the",
     ):
         pipeline(model, name, 2, optimizer=lambda _: sgd(list(model.parameters())))
     x, y = batch(0)

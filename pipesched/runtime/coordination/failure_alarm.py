@@ -2,8 +2,9 @@
 
 In every rank, a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
 all ranks of the job, because ranks of other pipelines may share collectives with its pipeline. Each notified rank
-replies with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or
-missing peer determines the rank to blame from the replies, and notifies the others of the result.
+replies with its current activity, and stops waiting for other ranks by closing its connections. A rank that has not
+failed itself, but has noticed a late or missing peer, determines the rank to blame from the replies, and then
+notifies the other ranks of the result.
 
 After a failure, the alarm waits for the store only briefly, because the process that hosts the store may have stopped.
 """
@@ -35,11 +36,11 @@ _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
 _LEFT = b"left\n"  # the sender has closed its pipeline without a failure
-_LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
+_LONGEST_TEXT = 8000  # longest description of a failure in characters, so that a message fits in LONGEST bytes
 _CALLERS = 256  # the maximum number of open connections
-_MAKING = "the construction of a pipeline"  # the activity that other ranks see
-_PEOPLE = "pipesched/alarms"  # key in the job's store: the number of addresses
-_SIGNED_OFF = "signed off"  # suffix of an address's key in the job's store: the rank has closed its pipeline
+_MAKING = "the construction of a pipeline"  # the activity that a rank reports while it constructs a pipeline
+_PEOPLE = "pipesched/alarms"  # key in the job's store for the number of announced addresses
+_SIGNED_OFF = "signed off"  # suffix of the key that a rank sets in the job's store when it closes its pipeline
 
 
 class Bell:
@@ -49,14 +50,14 @@ class Bell:
 
 
 class _Listener:
-    """The state shared by the listening thread and the alarm. It holds no reference to the alarm."""
+    """The state shared by the listening thread and the alarm. A listener holds no reference to the alarm."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.server = socket.create_server((host, 0), family=family, backlog=_CALLERS)
         self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
-        self.inside, self.outside = socket.socketpair()  # a byte tells the thread to watch ``watched``, or to end
+        self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
         self.watched: tuple[socket.socket, str] | None = None  # (connection, name) of the watched rank
         self.addresses: list[Address] = []  # addresses of the other ranks
         self.bell = Bell()
@@ -75,8 +76,8 @@ class _Listener:
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
 
-        ``own`` is this rank's state, passed only if this rank itself reports the fault. If it is None, the state
-        recorded by an earlier call is kept; if there is none, the current state is recorded.
+        ``own`` is this rank's state, passed only if this rank itself reports the fault. If ``own`` is None, the
+        state recorded by an earlier call is kept. If no state has been recorded, the current state is recorded.
         """
         with self._lock:
             if self.state is None or own is not None:
@@ -88,7 +89,7 @@ class _Listener:
             self.settled.set()
 
     def hang_up(self) -> None:
-        """End all waits of this rank."""
+        """Make this rank stop waiting for other ranks."""
         hang_ups = self.hang_ups
         self.hang_ups = []
         for hang_up in hang_ups:
@@ -135,7 +136,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report that a rank's process has exited, once this rank has been waiting for ``_GRACE_S`` seconds."""
+        """Report that the process of rank ``name`` has exited, once this rank has waited for ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has exited without a message, because it was killed or crashed", True)
@@ -245,7 +246,7 @@ class Alarm:
         return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
-        """Register a function that ends this rank's waits. It is called after a failure, possibly in another thread."""
+        """Register a function that makes this rank stop waiting. After a failure, any thread may call the function."""
         self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
             self._listener.hang_up()
@@ -271,7 +272,7 @@ class Alarm:
         job = self._job
         key = self._key
         if job is not None and key and self._finalizer.still_active() and not self._store_is_lost:
-            with suppress(RuntimeError):  # no store, or no new threads at interpreter exit
+            with suppress(RuntimeError):  # the store is gone, or Python is exiting and starts no threads
                 asked(lambda: job.set(f"{key}/{_SIGNED_OFF}", ""), _PATIENCE_S / (8 if self.bell.rung else 2))
 
     def _awaited(self, store: Store) -> list[Address]:
@@ -283,7 +284,7 @@ class Alarm:
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
-        """Read the addresses of other pipelines' ranks from the job's store, to notify them of later failures."""
+        """Read the addresses of other pipelines' ranks from the job's store, for notices of later failures."""
         if self._job is None or self._store_is_lost:
             return
         try:
@@ -311,7 +312,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """Return the replies, except those of ranks that have closed their pipelines and so are not to blame."""
+        """Return the replies, without the replies of ranks that have closed their pipelines and are not to blame."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:
@@ -327,9 +328,9 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Notify all ranks that this rank has failed, and end this rank's waits.
+        """Notify all ranks that this rank has failed, and make this rank stop waiting for other ranks.
 
-        This takes a few seconds if some ranks do not reply.
+        If some ranks do not reply, the call takes a few seconds.
 
         Args:
             text: the description of the failure.
@@ -372,7 +373,7 @@ class Alarm:
         theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
         if left is None and ENDED in theirs.values():
-            found = found or self._host_of_lost_store()  # ranks elsewhere may have stopped because the store was lost
+            found = found or self._host_of_lost_store()  # ranks of other pipelines may have stopped because of this
         found = found or blamed(theirs, self._timeout_s) or left
         found = found or self._host_of_lost_store() or self._absent({self.name: state, **theirs})
         who, why = found or ([self.name], "")

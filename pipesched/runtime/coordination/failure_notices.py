@@ -16,7 +16,7 @@ LONGEST = 1 << 16  # the maximum size of a message, in bytes
 
 
 class Fault(NamedTuple):
-    """A failure, and the rank to blame for it."""
+    """A failure, and the rank to blame for the failure."""
 
     #: The name of the rank to blame.
     who: str
@@ -35,7 +35,7 @@ class Address(NamedTuple):
     rank: int
     host: str
     port: int
-    #: A secret in hexadecimal, read from the store; messages without the secret are refused.
+    #: A secret in hexadecimal. Senders read it from the store, and a rank refuses messages without the secret.
     word: str
 
 
@@ -64,7 +64,7 @@ def told(
             for key, _ in selector.select(0.05):
                 key.data.go_on(selector)
     answers: dict[str, State | str] = {}
-    for call in calls:  # a rank with several pipelines is alive if any pipeline replies
+    for call in calls:  # a rank with several pipelines is alive if one of its alarms replies
         answer = call.end()
         name = call.address.name
         if answer != ENDED or name not in answers:

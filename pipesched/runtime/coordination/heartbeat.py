@@ -25,7 +25,7 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
 
     def run() -> None:
         ran_ns = -1
-        with suppress(ExecutionError):  # another rank has failed; the caller will notice this as well
+        with suppress(ExecutionError):  # another rank has failed; the caller will notice the failure as well
             while not ended.wait(pause_s):
                 before_ns = ran_ns
                 ran_ns = time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)

@@ -58,7 +58,7 @@ class State(NamedTuple):
 class Activity:
     """Tracks the activity of this rank. The executor's calls record it, and the alarm's thread reads it.
 
-    ``names`` holds the names of all ranks, in rank order.
+    ``names`` lists the names of all ranks, in rank order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -98,7 +98,8 @@ class Activity:
     def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
         """Record that this rank has begun to run an order.
 
-        ``stamps`` holds the order and the stamps of the actions run so far; ``placement`` is the rank of each stage.
+        ``stamps`` contains the order, and the start and end times of the actions run so far. ``placement`` lists the
+        rank of each stage.
         """
         self._placement = placement
         self._stamps = stamps
@@ -146,7 +147,7 @@ class Activity:
         if position is None:
             return State(doing, self.call, place, seconds, last)
         start = stamps.starts[position]
-        if isinstance(start, float):  # a host's stamp; a device's stamp cannot be read before the step ends
+        if isinstance(start, float):  # a host time; a device event cannot be read before the step ends
             seconds = time.perf_counter() - start
         action = stamps.order[position]
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
@@ -187,8 +188,8 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 
     Args:
         answers: the replies, keyed by rank name.
-        timeout_s: how long a rank waits for another one, in seconds. A rank that is still working is blamed
-            only if its current action has taken at least half of this time.
+        timeout_s: how long a rank waits for another rank, in seconds. A rank that is still working is blamed
+            only if its current action has taken at least half of ``timeout_s``.
 
     """
     states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}

@@ -1,9 +1,10 @@
 """Rendezvous: brings the ranks of a group together to make one pipeline, even after failed attempts.
 
-Each rank announces its arrival. Once all ranks have arrived, rank 0 sends each of them the same new token, which they
-use as a prefix for keys in the group's store. A rank that raises before it arrives announces its error instead, and the
-other ranks receive the error immediately. A rank that has waited too long withdraws its announcement, and rank 0 skips
-withdrawn announcements. An error on one rank therefore ends the attempt in all ranks, and the next attempt starts anew.
+Each rank announces its arrival. Once all ranks have arrived, rank 0 sends a new token to every rank. The ranks use the
+token as a prefix for keys in the group's store. A rank that raises an exception before it arrives announces the
+exception instead, and the other ranks receive the exception immediately. A rank that has waited too long withdraws its
+announcement, and rank 0 skips withdrawn announcements. An error on one rank therefore ends the attempt in all ranks,
+and the next attempt starts anew.
 
 The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
 "waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.
@@ -28,8 +29,8 @@ __all__ = ["AbsentError", "Rendezvous", "collective", "names_of", "ranks_of"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LOOK_S = 0.2  # rank 0 waits this long for one rank before checking the others for failures
-_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.05  # between two checks of the store
+_PAUSE_S = 0.001  # the first pause between two checks of the store; later pauses are longer
+_LONGEST_PAUSE_S = 0.05  # the longest time between two checks of the store
 _SPARE_S = 1.0  # added to the other ranks' timeout, so that rank 0, which sees all arrivals, gives up first
 _PATIENCE_S = 2.0  # time to wait for a store that does not reply
 _HEARD_S = 1.0  # rank 0 waits at most this long for the other ranks to read its error, because it may host the store
@@ -77,13 +78,13 @@ def names_of(group: Any) -> list[str]:
 
 
 class Rendezvous:
-    """One rank's side of a rendezvous.
+    """Announces this rank to the other ranks of its group, and waits for their arrival.
 
     Keys contain torchelastic's restart count, so a restarted job does not read keys from before the restart.
 
     Args:
         store: the store of the group.
-        rank: the rank of this process.
+        rank: the rank of this process in the group.
         names: the names of the group's ranks.
 
     """
@@ -100,7 +101,7 @@ class Rendezvous:
         self._withdrawn: set[int] = set()  # ranks that arrived but withdrew
 
     def meet(self, timeout_s: float) -> Any:
-        """Wait for the other ranks; return a PrefixStore that only these ranks use.
+        """Wait for the other ranks; return a PrefixStore that only the ranks of this pipeline use.
 
         Raises an ExecutionError that names the missing ranks, or the rank that failed.
         """
@@ -152,7 +153,7 @@ class Rendezvous:
 
     def _answers(self, end_s: float, timeout_s: float) -> str:
         came: dict[int, int | None] = {rank: self._arrival(rank) for rank in range(1, self._num_ranks)}
-        self._withdrawn.clear()  # these ranks withdrew before this rank arrived
+        self._withdrawn.clear()  # the recorded ranks withdrew before this rank arrived
         while True:
             came = {rank: self._arrival(rank) for rank in came}
             failed = [self._state(rank, number) for rank, number in came.items() if number is not None]
@@ -175,7 +176,7 @@ class Rendezvous:
         self._end_attempt()
         token = secrets.token_hex(8)
         gone = [rank for rank, number in came.items() if number and not self._answer(rank, number, _TOKEN + token)]
-        if gone:  # withdrawn since the last check; ranks that have the token will time out
+        if gone:  # these ranks withdrew after the last check; ranks that already have the token will time out
             raise self._missing(gone, timeout_s)
         return token
 
@@ -199,7 +200,7 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Answer the ranks in ``came`` with the text ``said``, and wait until those that have arrived have read it.
+        """Answer the ranks in ``came`` with the text ``said``, and wait until the ranks that have arrived have read it.
 
         A rank that has not arrived yet gets the answer when it arrives.
         """
@@ -271,7 +272,7 @@ def collective(function: _Function) -> _Function:
         except BaseException as error:
             if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # the store has ended; the other ranks also notice this
+                with suppress(RuntimeError):  # the store has ended; the other ranks also notice its end
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 

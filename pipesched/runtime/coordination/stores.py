@@ -18,7 +18,7 @@ _PATIENCE_S = 2.0  # added to the store's own timeout
 
 
 class Store(Protocol):
-    """The methods of a torch.distributed store that are used here."""
+    """The methods of a torch.distributed store that pipesched uses."""
 
     def set(self, key: str, value: str, /) -> Any: ...
 
@@ -83,7 +83,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
         raise StoreLostError(f"has ended ({str(error).splitlines()[0]})") from None
     if error is not None:
         raise error
-    return value  # type: ignore[return-value]  # what ask returned
+    return value  # type: ignore[return-value]  # the value that ``ask`` returned
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:

@@ -1,4 +1,7 @@
-"""Channel plan: groups the messages of a rank's order by channel, and makes the keys that predict message layouts."""
+"""Channel plan: groups the messages of a rank's order by channel, and computes a layout key for each message.
+
+Messages with equal layout keys are predicted to have equal layouts.
+"""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -23,9 +26,9 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
-    """Return the key of a micro-batch, from which the layouts of the micro-batch's messages are predicted.
+    """Return a key that describes the shapes of a micro-batch, for predicting the layouts of its messages.
 
-    The key holds the dtype and the shape of each tensor, and the type name of each other leaf.
+    The key contains the dtype and the shape of each tensor, and the type name of each other leaf.
     """
     leaves = flatten(value)[0]
     return tuple(
@@ -34,12 +37,12 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages that one rank's order sends and receives, grouped by channel, and ordered within each channel.
+    """Groups the messages of one rank's order by channel, and lists the messages of each channel in order.
 
     Args:
         program: the lowered program.
         order: the rank's order.
-        ranks: for each rank of the program, its rank in the group.
+        ranks: the group rank of each rank of the program.
 
     """
 
@@ -57,10 +60,10 @@ class OrderMessages:
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
-        """Return layout keys for a stream: the k-th micro-batches of all steps have the same key.
+        """Return layout keys for a stream, in which messages of the k-th micro-batch have the same key in every step.
 
-        The layouts of one step therefore predict the layouts of the next. ``period`` is the number of micro-batches in
-        a step.
+        The layouts of one step therefore predict the layouts of the next step. ``period`` is the number of
+        micro-batches in a step.
         """
         return {
             peer: {
@@ -101,12 +104,12 @@ class OrderMessages:
 
 
 class ChannelEnds:
-    """The sending and receiving ends of one rank's channels, for the interpreter.
+    """Returns the functions with which the interpreter sends and receives on one rank's channels.
 
     Args:
         program: the lowered program.
         wire: the channels to all ranks of the group.
-        ranks: for each rank of the program, its rank in the group.
+        ranks: the group rank of each rank of the program.
 
     """
 
@@ -146,7 +149,7 @@ def channels_of(program: Program, ranks: Sequence[int]) -> set[Channel]:
 
 
 def digest_of(program: Program) -> bytes:
-    """Return a digest of a program, with which ranks check that they run the same program."""
+    """Return a digest of a program. Ranks compare digests to check that they run the same program."""
     columns = program.columns
     arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
     others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions

@@ -43,7 +43,7 @@ class DeviceStreams(Protocol):
         """A context for the rank's thread, in which kernels run on the rank's streams."""
 
     def now(self) -> Any:
-        """Return a stamp of the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
+        """Return the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
 
     def reader(self, start_s: float) -> Callable[[Any], float]:
         """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""

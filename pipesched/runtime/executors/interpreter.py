@@ -1,9 +1,8 @@
 """Interpreter: the loop that runs the actions of one rank, shared by all executors.
 
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
-the edges that the action reads and writes. An edge holds the value of one action until another action takes the value.
-The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop then only makes
-the bound calls.
+the edges that the action reads and writes. An edge stores the output of one action until another action consumes it.
+If the consuming stage is on another rank, a send consumes the output. The loop then only makes the bound calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +21,9 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 class StageLike(Protocol):
     """The methods of a stage that the actions call.
 
-    ``arrived`` holds a value for each producing stage, and ``grads`` a gradient for each consuming stage. ``split``
-    states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes the
-    micro-batch's activations.
+    ``arrived`` contains a value from each producing stage, and ``grads`` a gradient from each consuming stage.
+    ``split`` states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes
+    the micro-batch's activations.
     """
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
@@ -60,14 +59,14 @@ class StageLike(Protocol):
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
         """Wait for the sums across replicas, and for weights that other replicas update.
 
-        Returns the start and the end of each bucket's sum.
+        Returns the start and the end of each bucket's sum, keyed by bucket.
         """
 
     def unshard(self, number: int) -> None:
         """UNSHARD: start gathering weights that are split across replicas."""
 
     def await_weights(self) -> None:
-        """Wait for the weights that the last UNSHARD gathers. Called before the first action that uses them."""
+        """Wait for the weights that the last UNSHARD gathers. Called before the first action that uses the weights."""
 
     def reshard(self, number: int, *, last: bool) -> None:
         """RESHARD: free the gathered weights. ``last`` states whether this is the stage's last RESHARD in the step."""
@@ -86,7 +85,10 @@ class StageLike(Protocol):
 
 
 class Transport(Protocol):
-    """The transport of values between ranks: first in, first out for each sender, receiver and kind of send."""
+    """Transports values between ranks.
+
+    Values with the same sender, receiver and kind of send are first in, first out.
+    """
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         """Return a function that sends this action's value without waiting for the receiver."""
@@ -95,18 +97,18 @@ class Transport(Protocol):
         """Return a function that waits for this action's value and returns the value on this rank's device."""
 
     def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
-        """Return two functions: one sends a list to all other ranks; the other waits for their lists and joins them."""
+        """Return two functions: one sends a list to all other ranks, the other receives and joins their lists."""
 
 
 class _Timer(Protocol):
     """The clock that stamps the starts and ends of actions."""
 
     def now(self) -> Any:
-        """Return a stamp of the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
+        """Return the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
 
 
 class Stamps(NamedTuple):
-    """The start and end stamps of each action in an order; None for an action that has not run."""
+    """The start and end time stamps of each action in an order; None for an action that has not run."""
 
     order: Sequence[Action]
     starts: list[Any]
@@ -123,7 +125,7 @@ _Ends = tuple[int, int, bool, int]
 
 
 class _Edge:
-    """Keeps the output of one action until another action takes it. ``giver`` is the stage that produces the output."""
+    """Stores the output of an action until another action consumes it. ``giver`` is the producing stage."""
 
     __slots__ = ("giver", "value")
 
@@ -151,10 +153,10 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """The call that runs an action. Its arguments come from the edges ``takes``; its result goes to ``gives``.
+    """The call that runs an action. The edges ``takes`` supply the arguments; the edges ``gives`` store the result.
 
-    ``wait`` is called before the action starts. It is None unless the action needs results of collectives or norms from
-    other ranks. Such values do not pass through edges.
+    ``wait`` is called before the action starts. ``wait`` is None unless the action needs results of collectives or
+    norms from other ranks. Such values do not pass through edges.
     """
 
     action: Action
@@ -167,7 +169,8 @@ class _Step(NamedTuple):
 class _Norms:
     """Exchanges gradient norms between ranks.
 
-    The norms of this rank's stages are sent together; the norms of the other ranks are received on demand.
+    This rank sends the norms of all its stages together. Before an update, this rank receives the norms of the other
+    ranks.
 
     Args:
         count: the number of this rank's stages.
@@ -184,7 +187,7 @@ class _Norms:
         self.all: list[Any] = []
 
     def add(self, value: Any) -> None:
-        """Add the norms of a stage of this rank. Once all its stages are added, send their norms."""
+        """Add the norms of one stage. After the last stage of this rank, send the norms of all its stages."""
         self.all = []
         self._own.append(value)
         if len(self._own) == self._count:
@@ -198,7 +201,7 @@ class _Norms:
 
 
 class Rank:
-    """One rank of a program, bound to its stages. Holds the calls of its actions, and the values passed between them.
+    """One rank of a program, bound to its stages. Stores the calls of the rank's actions and their edges.
 
     Args:
         index: the number of the rank.
@@ -220,20 +223,20 @@ class Rank:
     ) -> None:
         self.index = index
         self.stages = stages
-        self._edges: dict[_Ends, _Edge] = {}  # edges with one end bound so far
+        self._edges: dict[_Ends, _Edge] = {}  # edges of which only one end has been bound
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
         count = len(program.chunks(index)) if program.has_norms else 0
         self._norms = _Norms(count, *transport.exchange(index)) if count else None
-        whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part
+        whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part of it
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
         #: For each stage, the number of its last gather.
         self._last_gathers = {action.stage: action.microbatch for action in whole if action.kind is Kind.UNSHARD}
-        self._unawaited: set[int] = set()  # stages with a gather for which no action bound so far waits
-        #: For each stage whose last backward starts its REDUCEs, that backward.
+        self._unawaited: set[int] = set()  # stages with a gather that no bound action waits for
+        #: The last backward of each stage whose REDUCE actions start during that backward.
         self._last = {program.columns.action(int(last_gradients(program)[stage])) for stage in early_stages(program)}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
@@ -303,7 +306,7 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
 
     def finish(self, stamps: Stamps) -> None:
-        """Wait for the reductions of an order, and stamp its collectives with the times at which they ran."""
+        """Wait for the reductions of an order, and record in ``stamps`` when its collectives ran."""
         if not self._reduces and not self._last_gathers:
             return
         spans = {(Kind.REDUCE, stage): self.stages[stage].reduced() for stage in self._reduces}
@@ -366,7 +369,7 @@ def _peer(action: Action) -> int:
 
 
 def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
-    """Run an order on a rank. Yields each action before it runs, so that the executor can stop the rank.
+    """Run an order on a rank. Yields each action before running it, so that the executor can stop the rank.
 
     ``stamps`` supplies the order and records the time stamps of its actions. If an action raises an exception, a note
     that names the action and its position is added to the exception.

@@ -1,13 +1,13 @@
-"""Processes: runs one rank per process, with messages over sockets, gloo or NCCL, and the interpreter of `threads`.
+"""Processes: runs one rank per process. The ranks exchange messages over sockets, gloo or NCCL.
 
-Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
-channel to its k-th receive form no cycle. A send copies its message and returns, so it never blocks its rank. A receive
-takes the channel's next message. That is the right message, since both ends use the channel in the same order and the
-channel is first in, first out. A receive does not depend on later messages, and is posted at the latest when its
-action begins. So a rank waits only for a send that comes earlier in the program. Among all actions that have not run,
-take one that is first in a topological order. Its rank has run all earlier actions, and any message for which the
-action waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the
-matching receives then belong to the previous run.
+Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from a channel's k-th
+send to the channel's k-th receive form no cycle. A send copies its message and returns, so it never blocks its rank. A
+receive takes the channel's next message. That is the right message, since both ends use the channel in the same order
+and the channel is first in, first out. A receive does not depend on later messages, and is posted at the latest when
+its action begins. So a rank waits only for a send that comes earlier in the program. Consider the first action, in a
+topological order, that has not run. The rank of this action has run all earlier actions of its order, and any message
+for which the action waits has been sent. So the action runs. A rank waits for its sends to complete only between two
+runs; the matching receives then belong to the previous run.
 
 Why a stream cannot hang. Each rank runs its order in parts, and all ranks have the same number of parts. No action
 depends on a later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid
@@ -69,14 +69,16 @@ _IDENTITY = ("program", "batch", "number of earlier steps")  # compared between 
 
 
 class ProcessExecutor:
-    """One rank of a pipeline in a separate process. The constructor and all methods are collective.
+    """One rank of a pipeline in a separate process.
+
+    The constructor is collective, and so are all methods that run steps or exchange values.
 
     After a failure, the executor is closed in all ranks.
 
     Args:
         group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
             over connections that the executor creates.
-        grid: the arrangement of the group's ranks in replicas of the pipeline. Default: one replica. Programs
+        grid: the arrangement of the group's ranks into replicas of the pipeline. Default: one replica. Programs
             and exchanges run within each replica; comparisons, ``deal`` and the alarm include all ranks.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: the number of CPU threads per operation on this rank.
@@ -84,7 +86,7 @@ class ProcessExecutor:
             step time of the slowest rank.
 
     Raises:
-        ExecutionError: if a rank does not join.
+        ExecutionError: if a rank does not join within ``timeout_s``.
 
     """
 
@@ -165,12 +167,13 @@ class ProcessExecutor:
         Args:
             run_spec: the program, its stages and its hooks; only the stages of this rank are used.
             grad: whether grad mode is enabled.
-            looks: the key of each micro-batch, as returned by ``look``. The keys predict the layouts of messages.
+            looks: the key of each micro-batch, as returned by ``look``. The executor predicts message layouts from the
+                keys.
 
         Raises:
-            ExecutionError: if another rank failed (the message names it), if ranks run different programs or steps, and
-                after ``close``. An exception of a stage of this rank is raised unchanged, with a note that names the
-                action.
+            ExecutionError: if another rank failed (the message names that rank), if ranks run different programs or
+                steps, and after ``close``. An exception of a stage of this rank is raised unchanged, with a note that
+                names the action.
 
         """
         with self._one_at_a_time("a step"):
@@ -287,7 +290,7 @@ class ProcessExecutor:
         return rank
 
     def now(self) -> Any:
-        """Return a stamp of the current time, on the clock of this executor's timelines."""
+        """Return the current time, on the clock of this executor's timelines."""
         return self._streams.now()
 
     def check_peers(self) -> None:
@@ -302,7 +305,7 @@ class ProcessExecutor:
                 if bell.rung:
                     raise Stopped
         except RuntimeError as error:
-            if isinstance(error.__cause__, StopIteration):  # a layer's StopIteration: the generator wrapped it
+            if isinstance(error.__cause__, StopIteration):  # the generator has wrapped a layer's StopIteration
                 raise error.__cause__ from None
             raise
 
@@ -343,7 +346,7 @@ class ProcessExecutor:
             self._compare(name, digest(own))
 
     def agree_on(self, facts: Facts, remedy: str) -> None:
-        """Raise ExecutionError in every rank unless the facts of all ranks are equal. The error names the differences.
+        """Raise ExecutionError in every rank unless the facts of all ranks are equal. The error lists the differences.
 
         If the facts are equal, only a small digest is exchanged.
         """
@@ -399,8 +402,8 @@ class ProcessExecutor:
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send values within this replica, and return the values received from ``sources``, keyed by rank.
 
-        All sends come before the first receive, and no send blocks. Trades therefore complete if all ranks make them in
-        the same order. This method may be called during a run, and by ``RunSpec.prepare``.
+        All sends come before the first receive, and no send blocks. All trades therefore complete if all ranks call
+        ``trade`` in the same order. This method may be called during a run, and by ``RunSpec.prepare``.
 
         Args:
             what: the kind of the values, as listed in ``rank_exchange``; also used in error messages.
@@ -434,9 +437,9 @@ class ProcessExecutor:
     def share_in_all(self, sources: Sequence[int], value: Any) -> Callable[[], list[Any]]:
         """Broadcast the messages of some ranks to all ranks of all replicas, without waiting.
 
-        Returns a function that waits for all messages and returns them in the order of ``sources``, which are ranks of
-        the group. If this rank is not one of them, its ``value`` is ignored. As with ``share``, the messages of at most
-        one call are in transit.
+        Returns a function that waits for all messages and returns them in the order of ``sources``, a list of group
+        ranks. If this rank is not in ``sources``, ``value`` is ignored. As with ``share``, the messages of at most one
+        call are in transit.
         """
         with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
@@ -490,7 +493,7 @@ class ProcessExecutor:
             return shared()
 
     def gather(self, *timelines: RankTimeline) -> list[Span]:
-        """Return the spans of all ranks in these runs, on one clock: in seconds since the first run began."""
+        """Return the spans of all ranks in these runs, in seconds since the first run began, measured on one clock."""
         parts = self.exchange([(one.began_s, spans) for one in timelines if (spans := list(one.spans()))])
         first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
         return [
@@ -553,7 +556,8 @@ class ProcessExecutor:
     def leave_after(self, error: BaseException, call: str) -> None:
         """Stop all ranks because of an error in a call, unless this executor is closed.
 
-        Raises ``error``. If another rank's failure caused it, raises an ExecutionError that names the failed rank.
+        Raises ``error``. If another rank's failure caused ``error``, raises an ExecutionError that names the failed
+        rank.
         """
         if not self.closed:
             with self._stopping_all(call):
@@ -597,7 +601,7 @@ def _account(error: BaseException) -> tuple[Doing, str]:
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
-    """Call a method, if its object still exists."""
+    """Call a method if the method's object still exists."""
     own = method()
     if own is not None:
         own()

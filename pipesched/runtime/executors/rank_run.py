@@ -1,4 +1,4 @@
-"""Rank run: a stream of steps on one rank in a separate process."""
+"""Rank run: one rank's run of a stream of steps, in a separate process."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
 There is a message queue for each combination of sending rank, receiving rank and kind of send. When a rank fails, the
-others stop: each rank checks for a failure before every action, and a rank that waits for a message receives a stop
-message.
+other ranks stop: each rank checks for a failure before every action, and a rank that waits for a message receives a
+stop message.
 
 A RunSpec describes a run. A BoundProgram is the run's program, bound to its stages and channels; later steps of the
 same program reuse it. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is one part of every rank's
@@ -35,7 +35,7 @@ __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "T
 
 _STOP = Message("stop")
 _REMEMBERED = 64  # the maximum number of bound programs to keep
-_PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is dropped or the process exits
+_PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is deleted or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
@@ -54,9 +54,9 @@ class RunSpec:
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
-    #: Called after the ranks have finished. Its argument states whether the run failed.
+    #: Called after the ranks have finished. The argument states whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a stream's micro-batch to the program's micro-batch with the same actions. Default: returns it unchanged.
+    #: Maps a stream's micro-batch to the program's micro-batch with the same actions. Default: the identity.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -80,7 +80,7 @@ class BoundProgram:
 class ThreadRun:
     """A run in progress. Each call to ``hand`` adds the next part of every rank's order of actions."""
 
-    ahead = 1  # parts that may be queued while an earlier part runs
+    ahead = 1  # number of parts that may be queued while an earlier part runs
 
     def __init__(self, run_spec: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
         self.run_spec = run_spec
@@ -89,7 +89,7 @@ class ThreadRun:
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.deserted = False  # True in a forked child: the threads exist only in the parent
-        #: The part that was queued last. It references this run, so ``end`` resets it.
+        #: The part that was queued last. The part references this run, so ``end`` resets this attribute.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
         self._jobs = jobs
@@ -221,7 +221,7 @@ def _channels(program: Program) -> _Channels:
 
 
 class _QueueTransport:
-    """The interpreter's transport: one rank's ends of the queues between the ranks."""
+    """The interpreter's transport: sends and receives over the queues between one rank and the other ranks."""
 
     def __init__(self, program: Program, channels: _Channels, streams: DeviceStreams) -> None:
         self._placement = program.placement
@@ -334,7 +334,8 @@ class ThreadExecutor:
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
-        Raises the same errors as ``run``. ``bound`` is the bound program, if there is one. Default: bind it now.
+        Raises the same errors as ``run``. ``bound`` is the program, already bound to its stages. Default: ``begin``
+        binds the program.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
@@ -405,8 +406,8 @@ class ThreadExecutor:
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
     """Start a thread for each queue, and set each thread's number of intra-op threads.
 
-    torch keeps the number per thread, but setting it also changes the default for threads that start later. Therefore
-    the caller's number is set again at the end.
+    torch keeps the number per thread, but setting the number also changes the default for threads that start later.
+    Therefore the caller's number is set again at the end.
     """
     before = torch.get_num_threads()
     started = threading.Barrier(len(jobs) + 1)

@@ -17,9 +17,9 @@ __all__ = ["GradientBuckets", "Sums", "Ticket", "local"]
 
 
 class Ticket(Protocol):
-    """A sum over replicas that has been started."""
+    """A started sum over replicas."""
 
-    #: The start and the end of the sum, on the clock of the rank's executor; None before the end.
+    #: The start and the end of the sum, on the clock of the rank's executor; None until the sum has ended.
     span: tuple[Any, Any] | None
 
     def wait(self, check: Callable[[], None]) -> None:
@@ -30,12 +30,12 @@ class Sums(Protocol):
     """Sums buffers over replicas."""
 
     def length(self, numbers: int) -> int:
-        """Return the length of a buffer for this many elements. The length can include padding."""
+        """Return the length of a buffer for ``numbers`` elements. The length can include padding."""
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
         """Start replacing buffers with their sums over replicas.
 
-        If ``of_shards`` is set, each sum includes only the replicas with the same shards.
+        If ``of_shards`` is set, each sum includes only the replicas that hold the same shards.
         """
 
     def any(self, flag: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class GradientBuckets:
         self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
         self._sharded = sharded
-        #: Parameters whose gradient sums are split across replicas -> the object that receives this replica's part.
+        #: For each parameter whose gradient sum is split across replicas: the object that receives this replica's part.
         self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[int, _Copies | DividedCopies, Ticket]] = []
@@ -98,7 +98,7 @@ class GradientBuckets:
     def completing(self) -> Iterator[None]:
         """A context for the stage's last backward: starts each sum as soon as the gradients of its bucket are complete.
 
-        The sum of a bucket starts after those of all earlier buckets. So all replicas start their sums in the same
+        The sum of a bucket starts after the sums of all earlier buckets. So all replicas start their sums in the same
         order, even if a parameter is unused in some replicas.
         """
         missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self.buckets]
@@ -120,7 +120,7 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas agree."""
+        """Return the norms, with ``nonfinite`` set if any replica has set the flag, so that all replicas agree."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:
@@ -173,7 +173,7 @@ class _Copies:
             users = buffer[sum(shape.numel() for shape in shapes) :]
             for place, (parameter, (_, total)) in enumerate(zip(parameters, places(shapes, buffer), strict=True)):
                 if parameter.grad is None and parameter.requires_grad and users[place].item():
-                    parameter.grad = torch.empty_like(parameter)  # used in other replicas only
+                    parameter.grad = torch.empty_like(parameter)  # only other replicas use the parameter
                 if parameter.grad is not None:
                     local(parameter.grad).copy_(total)
                 old = before.pop(parameter, None)
@@ -192,7 +192,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
-    """Return a buffer with all gradients, then one number per parameter: 1 if it has a gradient, else 0."""
+    """Return a buffer with all gradients, then one number per parameter: 1 if the parameter has a gradient, else 0."""
     shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)

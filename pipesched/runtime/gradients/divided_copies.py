@@ -21,7 +21,7 @@ class Divided(Protocol):
         """Return each replica's rows of ``tensor``, which has the parameter's shape; None for replicas without rows."""
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's entry of ``parts``."""
+        """Return this replica's rows of ``tensor``; None if this replica has no rows."""
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Receive this replica's rows of the parameter's gradient. ``grad`` is None if this replica has no rows."""
@@ -30,9 +30,9 @@ class Divided(Protocol):
 class DividedCopies:
     """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
 
-    A replica's row holds that replica's part of each gradient. Like the buffers of undivided gradients, each row ends
-    with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over replicas, this number
-    shows how many replicas have a gradient. The constructor sets the parameters' own gradients to None.
+    A replica's row contains that replica's part of each gradient. Like the buffers of undivided gradients, each row
+    ends with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over replicas, this
+    number shows how many replicas have a gradient. The constructor sets the parameters' own gradients to None.
 
     Args:
         divided: for each parameter of the bucket, the object that receives this replica's rows of the sum.
@@ -75,7 +75,7 @@ class DividedCopies:
         """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))  # allocated on the lane's stream
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))  # allocated on another stream
             counts = buffer[-len(parameters) :]
             rows = {parameter: self._divided[parameter].own(parameter, parameter.detach()) for parameter in parameters}
             held = {parameter: own for parameter, own in rows.items() if own is not None}

@@ -15,8 +15,8 @@ __all__ = ["LossScale"]
 class LossScale:
     """The loss scale of a GradScaler. Every process has its own scaler, and all scalers have the same state.
 
-    The scaler is given a single dummy parameter, whose gradient is infinite if any gradient of the model was infinite
-    or NaN. GradScaler's own rule therefore changes the scale in the same way in all processes.
+    The scaler sees only a dummy parameter. The gradient of the dummy parameter is infinite if any gradient of the model
+    was infinite or NaN. GradScaler's own rule therefore changes the scale in the same way in all processes.
     """
 
     def __init__(self, scaler: GradScaler) -> None:

@@ -17,7 +17,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. ``arrived`` is recorded after the flag's copy to the host; None if it is not copied."""
+    """The check of one step. ``arrived`` is recorded after the flag's copy to the host; None if there is no copy."""
 
     step: int
     verdict: Verdict
@@ -34,9 +34,10 @@ class _Check:
 
 
 class NonfiniteReaction:
-    """Raises or warns if the loss or a gradient of a step was infinite or NaN, as the rules' ``on_nonfinite`` states.
+    """Raises or warns if the loss or a gradient of a step was infinite or NaN.
 
-    If the rules' ``lags`` is set, the reaction comes one step later.
+    ``GradientRules.on_nonfinite`` selects between an error and a warning. If ``GradientRules.lags`` is set, the error
+    is raised, or the warning issued, one step later.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class NonfiniteReaction:
         rules: GradientRules,
         gathered: Callable[[Any], list[Any]],
     ) -> None:
-        """Raise ExecutionError, or warn, if the check failed. All processes do the same.
+        """Raise ExecutionError, or warn, if the check failed. All processes raise or warn together.
 
         ``gathered`` gathers a value from each process, and returns the values in rank order.
         """

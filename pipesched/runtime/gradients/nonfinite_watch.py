@@ -1,7 +1,7 @@
 """Nonfinite watch: records whether layers' outputs and their gradients are finite, and finds the first nonfinite value.
 
-A record is the largest absolute value of a tensor. It stays on the device as a 0-d tensor, so that recording never
-waits for a GPU.
+A record is the largest absolute value of a tensor. The record stays on the device as a 0-d tensor, so that
+recording never waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class NonfiniteWatch:
 
     Args:
         layers: the names of all layers of the model, in order.
-        first: the number of this replica's first micro-batch among those of all replicas. Default: 0.
+        first: the number of this replica's first micro-batch among the micro-batches of all replicas. Default: 0.
 
     """
 

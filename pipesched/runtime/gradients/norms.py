@@ -19,7 +19,7 @@ class GradientNorms(NamedTuple):
 
     #: The parameters' keys, one per line, so that a message contains a single string.
     keys: str
-    #: The norms as one vector, in the order of the keys; None if there are none.
+    #: The norms as one vector, in the order of the keys; None if there are no norms.
     norms: Tensor | None
     #: A 0-d flag, set if a scaled gradient or a loss is infinite or NaN; None if neither is checked.
     nonfinite: Tensor | None = None
@@ -36,14 +36,14 @@ class GradientNorms(NamedTuple):
     def named(
         cls, parameters: Sequence[nn.Parameter], norms: Tensor, order: ParameterOrder, nonfinite: Tensor | None
     ) -> "GradientNorms":
-        """Return the given norms of these parameters' gradients as GradientNorms, sorted by key."""
+        """Return GradientNorms with these parameters and their ``norms``, sorted by parameter key."""
         keys = order.keys(parameters)
         places = sorted(range(len(keys)), key=keys.__getitem__)
         return cls(_BETWEEN.join(keys[place] for place in places), norms[places], nonfinite)
 
     @classmethod
     def merged(cls, parts: Sequence["GradientNorms"]) -> "GradientNorms":
-        """Merge the norms of several stages or ranks, in the model's order. All must be on the same device."""
+        """Merge the norms of several stages or ranks, in the model's order. All norms must be on the same device."""
         found = sorted((part for part in parts if part.norms is not None), key=lambda part: part.keys)
         keys = [key for part in found for key in part.each_key()]
         vectors = [part.norms for part in found if part.norms is not None]
@@ -67,7 +67,7 @@ class GradientNorms(NamedTuple):
         return self.keys.split(_BETWEEN) if self.keys else []
 
     def total(self, norm_type: float) -> Tensor:
-        """Return the norm of all these gradients together."""
+        """Return the total norm of the gradients."""
         return total_norm([] if self.norms is None else self.norms, norm_type)
 
     def first_nonfinite(self) -> str | None:

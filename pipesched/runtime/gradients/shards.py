@@ -15,7 +15,8 @@ class Shards:
 
     A parameter is cut along its first dimension. Parameters that have too few rows or are not contiguous stay whole,
     and so do all parameters if ``cuts`` is False. Each whole parameter is updated by one replica. The whole parameters
-    are assigned in descending order of size, frozen ones last, each to the replica that has the fewest elements so far.
+    are assigned in descending order of size, frozen parameters last. Each goes to the replica with the fewest elements
+    so far.
 
     Args:
         parameters: the parameters of one stage.
@@ -79,7 +80,7 @@ class Shards:
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         """Return this replica's rows of ``tensor``; None if this replica has no rows of the parameter.
 
-        A tensor whose shape differs from the parameter's must hold only these rows, and is returned unchanged.
+        A tensor whose shape differs from the parameter's shape must contain only these rows, and is returned unchanged.
         """
         if tensor.shape != self._shapes[parameter]:
             start, end = self._rows[parameter][self._replica]

@@ -17,8 +17,8 @@ from pipesched.program.tree_groups import num_tree_groups
 
 __all__ = ["ReductionOrder", "TreeSums", "tree_sum"]
 
-#: The order in which gradients and losses of micro-batches are added: "sequential" adds those of a replica one after
-#: the other, then the sums of the replicas in replica order; "tree" adds them as a binary tree.
+#: The order in which gradients and losses of micro-batches are added: "sequential" adds the values of a replica one
+#: after the other, then the sums of the replicas in replica order; "tree" adds all values in a binary tree.
 ReductionOrder = Literal["sequential", "tree"]
 
 
@@ -51,7 +51,7 @@ class TreeSums:
         self._parameters: list[Tensor] = []
         self._size = 1
         self._group: dict[Tensor, int] = {}  # the group whose gradients are in .grad
-        self._sums: dict[Tensor, list[tuple[int, Tensor]]] = {}  # the first group of each subtree, and the sum
+        self._sums: dict[Tensor, list[tuple[int, Tensor]]] = {}  # the first group of each added subtree, and its sum
         self._before: dict[Tensor, Tensor] = {}
 
     def begin(self, parameters: Iterable[Tensor], num_microbatches: int) -> None:

@@ -17,7 +17,7 @@ _LOOK_S = 0.05  # the interval at which a waiting rank checks whether another ra
 
 
 class Ticket:
-    """A job of the lane. Callers can wait until it has run."""
+    """A job of the collective lane. Callers can wait until the job has run."""
 
     def __init__(self, job: Callable[[], None], device: torch.device) -> None:
         self._job = job
@@ -84,7 +84,7 @@ def _run(queue: "SimpleQueue[Ticket | None]", stream: Any, now: Callable[[], Any
     torch.set_num_threads(1)
     while (ticket := queue.get()) is not None:
         ticket.run(stream, now)
-        ticket = None  # do not keep its buffers until the next job
+        ticket = None  # release the job's buffers now, instead of at the next job
 
 
 def _event(device: torch.device) -> Any:

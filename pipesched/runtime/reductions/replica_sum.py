@@ -1,4 +1,4 @@
-"""Replica sum: adds tensors of several processes in a fixed order, so that all get bit-identical sums.
+"""Replica sum: adds tensors of several processes in a fixed order, so that all processes get bit-identical sums.
 
 Each process receives one shard of the tensor from every replica, adds the shards in replica order or in a binary tree
 over the replicas, and sends the sum back. The reduce-scatter or all-reduce of a library would send the same number of
@@ -20,7 +20,7 @@ from pipesched.tensors.flat_buffers import free, padded, places
 
 __all__ = ["ReplicaGroup", "ReplicaSums"]
 
-#: The all-gather into one tensor, by its name in torch 2.13 or, if that is missing, its earlier name.
+#: The all-gather into one tensor, under its name in torch 2.13 or its earlier name.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -31,7 +31,8 @@ class ReplicaGroup:
     of all groups.
 
     Args:
-        groups: the global ranks of all such groups in the mesh, each in replica order.
+        groups: the global ranks of every group of processes in the mesh that hold the same stages. Each group is in
+            replica order.
         timeout_s: how long a process waits for another process, in seconds.
         reduction_order: the order in which tensors of the replicas are added.
 
@@ -67,7 +68,7 @@ class ReplicaGroup:
     def scatter(self, buffer: Tensor) -> Tensor:
         """Sum this replica's row over the buffers of all replicas, and return the sum. Blocks the thread.
 
-        ``buffer`` has a row for each replica. Its memory is freed.
+        ``buffer`` has a row for each replica. This method frees the memory of ``buffer``.
         """
         if buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
@@ -81,9 +82,9 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Send each replica its shard of ``buffer``; return the sum of the shards that all replicas send to this one.
+        """Send each replica its shard of ``buffer``; return the sum of the shards sent to this replica.
 
-        ``buffer`` holds one shard for each replica, in the order of the group. The sum is a view of a new buffer.
+        ``buffer`` contains one shard for each replica, in the order of the group. The sum is a view of a new buffer.
         """
         shards = torch.empty_like(buffer)
         distributed.all_to_all_single(shards, buffer, group=self._group)
@@ -98,7 +99,7 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Copy the tensors in ``parts[i]``, all of the same dtype, from replica i to all others. Blocks the thread."""
+        """Copy the tensors in ``parts[i]``, all of one dtype, from replica i to the others. Blocks the thread."""
         own = parts[self._replica]
         length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
         like = next(tensor for tensors in parts for tensor in tensors)
@@ -112,15 +113,15 @@ class ReplicaGroup:
                 for tensor, place in places(parts[replica], buffer):
                     tensor.copy_(place)
                     if tensor.is_cuda:
-                        tensor.record_stream(torch.cuda.current_stream(tensor.device))  # another stream may free it
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))  # may be freed on another stream
         free(sent)
         free(received)
 
     @torch.no_grad()
     def copy_from_first(self, tensor: Tensor) -> None:
-        """Replace a tensor with that of replica 0. Blocks the thread."""
+        """Replace a tensor with the tensor of the group's first process. Blocks the thread."""
         flat = tensor.detach().flatten().contiguous()
-        distributed.broadcast(flat.view(torch.uint8), src=self._first, group=self._group)  # a copy of any dtype
+        distributed.broadcast(flat.view(torch.uint8), src=self._first, group=self._group)  # as bytes, for any dtype
         tensor.copy_(flat.view(tensor.shape))
 
     def close(self) -> None:
@@ -151,9 +152,9 @@ class ReplicaSums:
         self._lane = lane
 
     def is_sharded(self, name: str, parameter: Tensor) -> bool:
-        """Return whether a parameter is sharded over the mesh dimension of the axis "shard".
+        """Return whether a parameter is sharded over the mesh dimension to which ``axes`` maps "shard".
 
-        Raises ModelTypeError if it is sharded over another dimension.
+        Raises ModelTypeError if the parameter is sharded over another dimension.
         """
         mesh = getattr(parameter, "device_mesh", None)
         own = distributed.get_rank()
@@ -201,7 +202,7 @@ class ReplicaSums:
         return buffer[0] > 0
 
     def copy_from_first(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Copy ``tensors`` and ``shards`` from the first replica that holds them. Waits for the copies."""
+        """Copy ``tensors`` and ``shards`` from the first replica that holds each tensor. Waits for the copies."""
         copy = self._group.copy_from_first
         copy_shard = self._shards.copy_from_first
 
@@ -212,7 +213,7 @@ class ReplicaSums:
         self._lane.start(run).wait(self.check)
 
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
-        """Start copying tensors from each replica to all others. Replica i sends list i of each entry of ``parts``."""
+        """Start copying tensors between replicas. Replica i sends list i of each entry of ``parts`` to all others."""
         return self._lane.start(partial(_each, self._group.spread, parts))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:

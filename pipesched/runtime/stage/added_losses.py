@@ -37,7 +37,7 @@ class AddedLosses:
         self.grad = torch.is_grad_enabled()
 
     def edges(self) -> list[GradientEdge]:
-        """Return the graph edges of the losses added since ``begin``. Their backward pass starts from these edges."""
+        """Return the graph edges of the losses added since ``begin``. The backward pass starts from these edges."""
         return [] if self.saved is None or self.saved.added is None else self.saved.added.edges
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
@@ -83,7 +83,7 @@ class AddedLosses:
             raise ExecutionError(no_graph(name, "checkpoint= to Pipeline"))
         if self.step_data.outside_loss and value.requires_grad:
             raise ExecutionError(
-                "a model whose layers add losses must be trained with step(), which includes them in its loss; "
+                "a model whose layers add losses must be trained with step(), which includes added losses in its loss; "
                 f"forward() returns only the outputs, so the loss {name!r} of layer {self._random.place.layer!r} would "
                 f"be lost; call step(), or call forward() under no_grad"
             )

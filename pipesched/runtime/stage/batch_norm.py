@@ -123,8 +123,7 @@ class Norms:
     def commit(self, replicas: Sequence[Sequence[_Seen]]) -> None:
         """Update the running statistics as a single forward over all micro-batches would update them.
 
-        ``replicas`` holds, for each replica, the statistics that its stages collected. All these stages use the same
-        weights.
+        ``replicas`` contains, for each replica, the statistics that its stages with the same weights collected.
         """
         every = [(replica, one) for replica, seen in enumerate(replicas) for one in seen]
         for index, number in sorted({key for _, one in every for key in one}):
@@ -174,7 +173,10 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's `Norms` (None in other processes), its rank, and the rank of the stage that owns its weights."""
+    """A stage's `Norms` (None if another process runs the stage), and two ranks.
+
+    ``rank`` runs the stage, and ``home_rank`` runs the stage that owns the weights.
+    """
 
     norms: Norms | None
     rank: int
@@ -194,12 +196,12 @@ class MiniBatchNorms:
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
-        #: Makes a context for a run. The running statistics are updated once after the run, or not at all if the run
+        #: Returns a context for a run. The running statistics are updated once after the run, or not at all if the run
         #: fails. Collective over processes.
         self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
-        """Warn about layers whose normalisation or running statistics differ from those of an unsplit batch.
+        """Warn about layers whose normalisation or running statistics differ from an unsplit batch.
 
         ``streams`` states whether steps overlap. Raises ScheduleError if steps overlap and the mode is "mini-batch".
         """

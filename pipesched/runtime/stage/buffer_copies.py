@@ -1,7 +1,8 @@
 """Buffer copies: copies the buffers that forwards write to, so that each backward uses the values of its own forward.
 
 Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. Therefore each
-forward writes to its own copies, which autograd saves. Their values are then written back to the buffers.
+forward writes to new copies of the buffers, and autograd saves these copies. After the forward, the copies' values are
+written back to the buffers.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -89,7 +90,7 @@ class BufferCopies:
 
     @contextmanager
     def as_left(self, copies: Mapping[str, Buffers]) -> Iterator[None]:
-        """A context in which the buffers hold the values of ``copies``.
+        """A context in which the buffers have the values of ``copies``.
 
         Raises ExecutionError if a buffer was written to within the context.
         """

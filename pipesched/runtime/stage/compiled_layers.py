@@ -1,9 +1,9 @@
 """Compiled layers: layers that run through torch.compile, with random numbers that do not depend on the plan.
 
-A TorchFunctionMode does not see the calls inside a compiled graph. Therefore no weight gradients of a compiled layer
-are deferred to the W. A compiled layer that draws random numbers uses the default generator, which is seeded for each
-call. The numbers differ from those of eager code, but they do not depend on the plan, and a recomputation draws the
-same numbers.
+A TorchFunctionMode does not see the calls inside a compiled graph. Therefore the weight gradients of a compiled layer
+are never deferred to the W action. A compiled layer that draws random numbers uses the default generator, which is
+seeded for each call. The numbers differ from those of eager code, but they do not depend on the plan, and a
+recomputation draws the same numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from pipesched.tensors.keyed_random import KeyedRandom
 
 __all__ = ["Compiled", "compiler"]
 
-#: Compiled functions by device and layer structure.
+#: Compiled functions, keyed by device and layer structure.
 _Made = dict[tuple[torch.device, str], Callable[..., Any]]
 
 
@@ -68,7 +68,7 @@ def _check(options: dict[Any, Any]) -> None:
         torch.compile(nn.Identity(), **options)
     except Exception as error:  # torch.compile may raise any type
         raise InputError(
-            f"compile= must hold valid arguments of torch.compile; with {shown(options)}, torch.compile raised: "
+            f"compile= must contain valid arguments of torch.compile; with {shown(options)}, torch.compile raised: "
             f"{str(error).strip()}; correct the arguments, or pass compile=True"
         ) from error
 
@@ -106,7 +106,7 @@ class Compiled:
     ) -> Any:
         """Call a compiled layer. The tensors in ``own`` replace tensors of the layer.
 
-        ``mode`` is the active TorchFunctionMode. It is deactivated during the call.
+        ``mode`` is the active TorchFunctionMode, which this method deactivates during the call.
         """
         compiled = self._layers.get(layer)
         if compiled is None:
@@ -128,8 +128,8 @@ class Compiled:
         """Return the compiled function for all layers that have the same structure as ``layer``.
 
         Every structure gets its own code object, because torch.compile specialises a code object at most eight times
-        and then runs it eagerly. If structures shared a code object, the result would depend on which were compiled
-        first.
+        and then runs it eagerly. If structures shared a code object, the result would depend on which structures
+        were compiled first.
         """
         form = fingerprint(form_of(layer))
         if (self._device, form) not in self._made:

@@ -15,7 +15,7 @@ from pipesched.runtime.stage.stage import Stage
 
 __all__ = ["divided_update", "divided_weights", "shards_for"]
 
-#: The optimizers known to update each element of a parameter independently of the others.
+#: The optimizers that update each element of a parameter independently of the other elements.
 _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -34,9 +34,9 @@ _ELEMENTWISE = (
 def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> ShardedUpdate:
     """Let a stage's optimizer update only this replica's part of the parameters.
 
-    Parameters are cut by rows if the optimizer is one of torch's that update each element on its own. Any other
-    optimizer, such as Muon, Adafactor or an instance of a subclass, may combine the elements of a parameter, so its
-    parameters are not cut.
+    Parameters are cut by rows if the optimizer is a torch optimizer that updates each element independently. Any other
+    optimizer, such as Muon, Adafactor or an instance of a subclass, may combine the elements of a parameter. The
+    parameters of such an optimizer are not cut.
 
     Args:
         stage: a stage with an optimizer and several replicas.
@@ -101,11 +101,11 @@ def _check_plain(stage: Stage) -> None:
         raise ModelTypeError(
             f"zero= cannot split parameters across replicas if they are already sharded, for example by fully_shard; "
             f"the number of sharded parameters in layers {', '.join(stage.layers)} is {len(sharded)}; leave zero= out, "
-            f"or do not shard them"
+            f"or do not shard the parameters"
         )
 
 
 def shards_for(optimizer: Optimizer, parameters: Sequence[nn.Parameter], replica: int, num_replicas: int) -> Shards:
-    """Return the shards of one stage's parameters. Parameters are cut only if the type of ``optimizer`` allows it."""
-    cuts = type(optimizer) in _ELEMENTWISE  # a subclass may do anything
+    """Return the shards of one stage's parameters. Parameters are cut only if the optimizer's type allows cuts."""
+    cuts = type(optimizer) in _ELEMENTWISE  # a subclass may combine elements
     return Shards(parameters, replica, num_replicas, cuts=cuts)

@@ -1,8 +1,8 @@
 """Divided weights: between runs, each replica holds only its rows of a stage's weights.
 
 An UNSHARD starts to gather the full (undivided) weights. The first action that uses the weights waits for the gather,
-and a RESHARD frees the weights. The optimizer updates only this replica's rows. Nothing is sent after an update,
-because the next run gathers the updated rows.
+and a RESHARD frees the weights. The optimizer updates only this replica's rows. Replicas send nothing after an
+update, because the next run gathers the updated rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
 
 __all__ = ["DividedWeights"]
 
-#: Sends tensors to the other replicas; returns those of all replicas, in replica order.
+#: Sends tensors to the other replicas; returns the tensors of all replicas, in replica order.
 _Exchange = Callable[[list[Tensor]], list[list[Tensor]]]
 
 
@@ -31,7 +31,7 @@ class DividedWeights:
     are not divided; parameters that are not contiguous; and parameters that are in none of the ``units``.
 
     Args:
-        units: groups of parameters that are gathered together, in the order in which they are used.
+        units: groups of parameters that are gathered together, in the order in which the stage uses the groups.
         shards: the rows of each replica.
         update: updates this replica's rows; None if the stage has no optimizer.
         spread: sends rows to all replicas.
@@ -51,7 +51,7 @@ class DividedWeights:
         self._updated = {*(() if update is None else update.parameters)}
         self._spread = spread
         self._divided: set[nn.Parameter] = set()
-        #: The whole tensors of this run. Between two gathers of a run their storages are empty.
+        #: The whole tensors of this run. Between two gathers of a run, the storages of these tensors are empty.
         self._whole: dict[nn.Parameter, Tensor] = {}
         self._arriving = False  # whether the whole tensors are being gathered
         self._gathered = False  # whether the parameters are whole
@@ -119,7 +119,7 @@ class DividedWeights:
         """Allocate the whole tensor of a parameter, and copy this replica's rows into it.
 
         Returns a view of each replica's rows. The first gather of a run creates the tensor, and later gathers fill the
-        same tensor, because the autograd graphs of micro-batches in flight hold views of it.
+        same tensor, because the autograd graphs of micro-batches in flight hold views of this tensor.
         """
         whole = self._whole.get(parameter)
         if whole is None:
@@ -145,7 +145,7 @@ class DividedWeights:
             parameter.data = whole
             if whole.is_cuda:
                 whole.record_stream(torch.cuda.current_stream(whole.device))  # another stream may have allocated it
-        self._follow(self._whole)  # frees the rows
+        self._follow(self._whole)  # releases the memory of the separate rows
 
     def _wait(self) -> None:
         if self._ticket is not None:
@@ -158,14 +158,15 @@ class DividedWeights:
     def reshard(self, *, last: bool) -> None:
         """RESHARD: free the full weights, and keep this replica's rows.
 
-        ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once nothing else uses
-        it. Otherwise the memory is freed immediately, even though the graphs of micro-batches in flight refer to it.
+        ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once no other tensor
+        uses it. Otherwise the memory is freed immediately, even though the graphs of micro-batches in flight refer to
+        it.
         """
         with torch.inference_mode(False):
             self.wait()
             self._gathered = False
             for parameter in [*self._whole]:  # one by one: frees each whole tensor before the next rows are copied
-                if self._stays_whole(parameter):  # it was frozen when it was divided
+                if self._stays_whole(parameter):  # divided while frozen, trainable since then
                     self._divided.discard(parameter)
                     del self._whole[parameter]
                     continue

@@ -1,6 +1,6 @@
 """Layer runner: calls the layers of one stage and its loss, one micro-batch at a time.
 
-The layers are the user's own modules. They use their own Parameters and buffers, unless a call replaces these with
+The layers are the user's own modules. A layer uses its own Parameters and buffers, unless a call replaces them with
 separate tensors for tied weights, with an older weight version, or with copies of buffers.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["LayerRunner", "StandIns"]
 #: Tensors that replace tied weights: (layer, call number) -> tensors, keyed by name.
 StandIns = Mapping[tuple[str, int], Mapping[str, Tensor]]
 
-_LOSS = "loss_fn"  # the loss's name as a layer, for random numbers and weight versions
+_LOSS = "loss_fn"  # the layer name of the loss, for random numbers and weight versions
 _NOTHING: Mapping[str, Any] = {}
 _NO_CONTEXT = nullcontext()
 
@@ -107,7 +107,7 @@ class LayerRunner:
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
-        """Start a step. ``weights`` holds the weight versions, or is None if weights are not updated during the run."""
+        """Start a step. ``weights`` is None if no update occurs while micro-batches are in flight."""
         self._step_data = self._added.step_data = step_data
         self._added.saved = None
         self._weights = weights
@@ -185,7 +185,7 @@ class LayerRunner:
         return self._splits
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
-        """Run a checkpointed F. It runs in grad mode, like any F, but keeps only the inputs and the buffers."""
+        """Run a checkpointed F, in grad mode like any F, but keep only the inputs and the buffers for R."""
         snapshot = buffers_of(self.modules)
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
@@ -353,7 +353,7 @@ class LayerRunner:
     # ---- values kept by a run -----------------------------------------------------------------------------------
 
     def _run_offloading(self, offloads: Offloads, saved: MicrobatchState, arrived: Payload, noted: bool) -> Any:
-        """Run the forward. Record which memory holds the batch and the outputs, because it must stay on the device."""
+        """Run the forward. Record the addresses of the batch and the outputs, which must stay on the device."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
         inputs = self._step_data.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
@@ -370,7 +370,7 @@ class LayerRunner:
     def _check_input(self, modified: bool) -> None:
         """After the first forward, record whether the stage modified its input in place. If so, the R uses a copy.
 
-        Raises ExecutionError if a later forward modified its input, but the first did not.
+        Raises ExecutionError if a later forward modified its input, but the first forward did not.
         """
         if self._modifies_input is None:
             self._modifies_input = modified
@@ -383,7 +383,7 @@ class LayerRunner:
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """Return the tensors of a stage's output that require a gradient. The backward pass starts from them.
+    """Return the tensors of a stage's output that require a gradient. The backward pass starts from these tensors.
 
     Raises InputError if the value is a loss that depends on no trainable parameter.
     """
@@ -409,6 +409,6 @@ def _drop(tensor: Tensor) -> None:
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
         "a layer of a checkpointed stage must not compute gradients in its forward, for example with "
-        "autograd.grad, because a checkpointed forward saves no tensors; a layer of this stage does so; "
+        "autograd.grad, because a checkpointed forward saves no tensors; a layer of this stage computes gradients; "
         "use checkpoint='never'"
     )

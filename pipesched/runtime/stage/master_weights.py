@@ -31,7 +31,7 @@ def with_master_weights(optimizer: _Made) -> _Made:
             model.bfloat16(), sample, optimizer=lambda params: with_master_weights(torch.optim.AdamW(params, lr=1e-4))
         )
 
-    The optimizer's state for such a parameter is also float32, and holds the copy as ``"master"``. A copy therefore
+    The optimizer's state for such a parameter is also float32, and contains the copy as ``"master"``. A copy therefore
     moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded without rounding. If
     other code changes a parameter, as ``load_state_dict`` does, the copy gets the new values. Parameters of other
     dtypes are updated as usual.
@@ -61,8 +61,8 @@ def with_master_weights(optimizer: _Made) -> _Made:
 def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
     """Return a ``step`` that calls `narrow_after_failure` if the step fails, because torch then skips post-hooks.
 
-    The result is a bound method, because learning rate schedulers use its ``__func__``. It does not keep the optimizer
-    alive.
+    The result is a bound method, because learning rate schedulers use its ``__func__``. The method does not keep
+    the optimizer alive.
     """
     own = ref(optimizer)
     inner = type(optimizer).step
@@ -80,7 +80,7 @@ def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
 
 
 class _Widened(NamedTuple):
-    """A parameter that is float32 during a step. Its original tensor and gradient are restored after the step."""
+    """A parameter that is float32 during a step, with the tensor and gradient to restore after the step."""
 
     parameter: Tensor
     values: Tensor

@@ -3,8 +3,8 @@
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the storages that
 only offloaded layers have saved. FREE releases the device memory after the copy. FETCH allocates device memory and
 copies the data back. On a CUDA device the copies use pinned memory and separate streams, so they overlap with
-computation; on a CPU they are synchronous. Memory that is also used elsewhere is not moved. This includes parameters,
-buffers, outputs of the stage, and tensors that other layers save.
+computation; on a CPU they are synchronous. Memory that is also used elsewhere is not moved. Such memory includes
+parameters, buffers, outputs of the stage, and tensors that other layers save.
 """
 
 import time
@@ -73,7 +73,7 @@ def _both_ways_s(device: torch.device) -> float:
 
 
 class _Piece:
-    """A storage that several saved tensors can share. It is on the device, on the host, or in transit."""
+    """A storage that several saved tensors can share. The storage is on the device, on the host, or in transit."""
 
     __slots__ = ("__weakref__", "device", "host", "ready")
 
@@ -97,7 +97,7 @@ class _Held:
         self.piece: _Piece | None = None
 
     def leave(self, piece: _Piece) -> None:
-        """Release the tensor; keep its layout, and the ``piece`` of memory that holds its data."""
+        """Release the tensor; keep its layout, and the ``piece`` of memory with its data."""
         tensor = self.unchanged()
         self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         self.tensor = None
@@ -181,7 +181,7 @@ class Offloads:
     def offload(self, microbatch: int, staying: Collection[int]) -> None:
         """OFFLOAD: start copying a micro-batch's activations to the host.
 
-        ``staying`` holds the addresses of memory that must stay on the device.
+        ``staying`` contains the addresses of memory that must stay on the device.
         """
         pieces = self._pieces[microbatch] = []
         for tensors in self._movable(microbatch, staying):
@@ -259,7 +259,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter or another trainable leaf, or a view of one.
+    """Return whether a tensor is a parameter or another trainable leaf, or a view of such a tensor.
 
     Parameters are not moved, because sharding libraries change their memory.
     """

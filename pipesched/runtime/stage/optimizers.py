@@ -68,7 +68,7 @@ class Inheritance:
                 continue
             group_of = {p: group for group, p in (_members(made) if made else ())}
             group_of |= {p: held[p][1] for p in parameters if p in held}
-            states = {p: made.state for p in own if made is not None and p in made.state}  # states from the constructor
+            states = {p: made.state for p in own if made is not None and p in made.state}  # set by the constructor
             states |= {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             placed: dict[Tensor, Any] = {p: near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
@@ -98,7 +98,7 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     if others:
         raise ModelTypeError(
             f"optimizer(params) must return an optimizer of params only; for a stage with "
-            f"{counted(len(own), 'parameter')} it returned an optimizer with "
+            f"{counted(len(own), 'parameter')} the function returned an optimizer with "
             f"{counted(len(others), 'other parameter')}; pass only params to the optimizer"
         )
     return made
@@ -152,7 +152,7 @@ def _equal(one: Any, other: Any) -> bool:
 def near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
     """Move a parameter's optimizer state to the parameter's device.
 
-    A step count on the host stays there, unless the optimizer counts steps on the device.
+    A step count on the host stays on the host, unless the optimizer counts steps on the device.
     """
     counts_there = group.get("capturable") or group.get("fused")
 

@@ -1,7 +1,7 @@
 """Recompute: layers that keep only their inputs and run again in their own backward (torch.utils.checkpoint).
 
 This is activation checkpointing of individual layers (Chen et al. 2016, arXiv:1604.06174). The second run uses the same
-random numbers, weights and buffers as the first, but changes only copies of the buffers.
+random numbers, weights and buffers as the first run, but changes only copies of the buffers.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call, divided into those that the call changes and those that it does not change."""
+    """A layer's buffers before a call, divided into changed buffers and unchanged buffers."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
@@ -63,7 +63,7 @@ class RecomputedLayers:
             run: calls the layer with replacement tensors, args and kwargs.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
-            cheap: whether to keep the results of expensive operators and recompute the rest.
+            cheap: whether to keep the results of expensive operators and recompute only the other results.
 
         Raises:
             ExecutionError: if the call modifies its input, although its first run did not.
@@ -100,7 +100,7 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Separate the buffers in ``seen`` that the call changes from those that it leaves unchanged.
+        """Separate the buffers in ``seen`` that the call changes from the unchanged buffers.
 
         The first run of a call determines the changed buffers, once for each combination of the modules' training
         modes. Values are compared, because some operators change a tensor without incrementing its version counter.
@@ -132,7 +132,7 @@ _DEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 def is_dear(operator: Any) -> bool:
-    """Return whether "recompute-cheap" keeps an operator's results, because they are expensive to recompute."""
+    """Return whether "recompute-cheap" keeps an operator's results instead of recomputing them."""
     name = operator.name().removeprefix("aten::").partition(".")[0]
     return name in _DEAR or "scaled_dot_product" in name
 

@@ -2,7 +2,7 @@
 
 For each part that this replica updates, the optimizer has a local parameter, which is a view of rows of the stage's
 parameter. Therefore the optimizer has states for these rows only. After the optimizer's step, each replica sends its
-updated rows to all others.
+updated rows to all other replicas.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -28,7 +28,7 @@ class Spread(Protocol):
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
         """Start to copy tensors between replicas, with one collective for each entry of ``parts``.
 
-        An entry holds one list of tensors per replica. Replica i sends the tensors in list i, and the other replicas
+        An entry contains one list of tensors per replica. Replica i sends the tensors in list i, and the other replicas
         receive them into their own tensors in list i.
         """
 
@@ -43,7 +43,7 @@ class ShardedUpdate:
     """Updates one replica's part of a stage's parameters.
 
     Args:
-        optimizer: the stage's optimizer. The constructor replaces its parameters with local parameters.
+        optimizer: the stage's optimizer. The constructor replaces the optimizer's parameters with local parameters.
         shards: the rows of each parameter that each replica updates.
         buckets: the stage's parameters, in groups whose rows are sent together.
         spread: sends rows to all replicas.
@@ -74,7 +74,7 @@ class ShardedUpdate:
             rows = shards.own(parameter, parameter.detach())
             if rows is not None:
                 local = self.local[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-                vars(local).update(vars(parameter))  # such as attributes that an optimizer reads
+                vars(local).update(vars(parameter))  # keep attributes that an optimizer may read
         self._localize()
 
     def _localize(self) -> None:
@@ -126,7 +126,7 @@ class ShardedUpdate:
         return self.shards.parts(parameter, tensor)
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's rows of ``tensor``, which has the parameter's shape; None if the replica has none."""
+        """Return this replica's rows of ``tensor``, which has the parameter's shape; None if it has no rows."""
         return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:

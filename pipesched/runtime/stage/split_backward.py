@@ -4,7 +4,7 @@ The I computes the input gradients, and the W computes the weight gradients (Qi 
 computation runs twice.
 
 During the F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached,
-so autograd computes only the gradient of ``x``. The I is an ordinary backward pass over that graph. It also computes
+so autograd computes only the gradient of ``x``. The I is an ordinary backward pass over that graph. The I also computes
 cheap weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions,
 recurrent nets).
 
@@ -58,8 +58,9 @@ class _WeightUses:
         """Return the weights whose gradients can be deferred to the W and are so expensive that deferring saves time.
 
         All uses of such a weight must be recorded operations that the backward pass reaches. If a weight is also used
-        in another way, its gradient is a sum over all uses, and the W could not reproduce its bits. The backward pass
-        does not reach an operation if the layer differentiates inside its own forward, or computes without gradients.
+        in another way, its gradient is a sum over all uses, and the W could not reproduce this sum bit by bit. The
+        backward pass does not reach an operation if the layer differentiates inside its own forward, or runs the
+        operation without gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
@@ -250,8 +251,8 @@ class Deferral:
         return output
 
 
-#: The smallest number of floating-point operations for which a weight gradient is deferred. Deferring it costs
-#: about 20 us of host time, which is longer than a smaller gradient takes to compute.
+#: The smallest number of floating-point operations for which a weight gradient is deferred. Deferring a
+#: gradient costs about 20 us of host time. Computing a smaller gradient takes less time.
 PAYS_FLOPS = 2_000_000
 
 _PLAIN = (Tensor, nn.Parameter)

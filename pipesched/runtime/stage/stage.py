@@ -1,6 +1,6 @@
 """Stage: runs the actions of one stage, and keeps the state of each micro-batch between its actions.
 
-A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
+A stage contains no scheduling, rank or transport logic. A `LayerRunner` calls the user's own layers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -77,7 +77,7 @@ class Stage:
         self._step_data = StepData(0, 0, [])
         options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
         options["checkpoint_of_call"] = checkpoint_of_call or {}
-        #: The modules whose weights are divided among several processes; None if there are none.
+        #: The modules whose weights are divided among several processes; None if there are no such modules.
         self.sharded = self.body.sharded
         #: The weights that are split across replicas between runs; None if each replica holds all weights.
         self.divided_weights: DividedWeights | None = None
@@ -91,7 +91,7 @@ class Stage:
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
         """Start a step. State left by a failed step is discarded.
 
-        ``uses`` holds the weight version of each micro-batch, for a program that updates the weights while
+        ``uses`` contains the weight version of each micro-batch, for a program that updates the weights while
         micro-batches are in flight.
         """
         self._saved.clear()
@@ -103,7 +103,7 @@ class Stage:
         """Start a run: free all but this replica's rows of divided weights, and begin to gather sharded modules.
 
         ``last_backward`` is the micro-batch of the stage's last B or W, during which the gradients of sharded
-        modules are reduced. It is None if the run has no backward.
+        modules are reduced; None if the run has no backward.
         """
         self._last_backward = last_backward
         if self.sharded is not None:
@@ -212,7 +212,7 @@ class Stage:
             self.sharded.reduce()
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD: start copying offloaded layers' activations to the host, unless their memory is used elsewhere."""
+        """OFFLOAD: start copying offloaded layers' activations to the host, unless other code uses their memory."""
         if self._runner.offloads is not None:
             self._runner.offloads.offload(microbatch, self._runner.held_by_others(self._saved[microbatch]))
 
@@ -274,9 +274,9 @@ class Stage:
         return norms if self.gradients is None else self.gradients.common(norms)
 
     def update(self, number: int, norms: Sequence[GradientNorms] = ()) -> None:
-        """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them.
+        """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear the gradients.
 
-        ``norms`` holds the gradient norms of all stages if the program has NORM actions.
+        ``norms`` contains the gradient norms of all stages if the program has NORM actions.
         """
         self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
@@ -298,13 +298,13 @@ class Stage:
         return here, step_data.factors[microbatch]
 
     def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
-        """Return the inputs of the stage's body, and whether they begin with inputs of the model."""
+        """Return the inputs of the stage's body, and whether these inputs begin with the model's inputs."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
         given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
-                "an input that requires a gradient may be used by the first stage only; a later stage also uses one; "
+                "an input that requires a gradient may be used by the first stage only; a later stage also uses it; "
                 "detach the input, or move the stage boundary after its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
@@ -318,7 +318,7 @@ class Stage:
         """Return an input tensor of the model on this stage's device.
 
         The result shares memory with the batch but has its own version counter, so a layer that modifies one
-        micro-batch in place does not break the backward of another.
+        micro-batch in place does not break the backward of another micro-batch.
         """
         if tensor.is_meta:
             return tensor  # a placeholder: this stage does not use the value
@@ -378,7 +378,7 @@ class TreeStage(Stage):
         super().reduce(bucket)
 
     def last_backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: run the stage's last backward. Each REDUCE starts later, because the sums are incomplete until then."""
+        """B: run the stage's last backward. REDUCE actions start only afterwards, with complete tree sums."""
         return self.backward(microbatch, *grads)
 
     def norm(self, number: int) -> GradientNorms:

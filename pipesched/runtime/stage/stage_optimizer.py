@@ -22,7 +22,7 @@ class StageOptimizer:
         self._layers = layers
         #: The user's optimizer; None if the stage had no trainable parameter when the pipeline was made.
         self.wrapped: Optimizer | None = None
-        #: Updates this replica's part of the parameters; None if every replica updates all of them.
+        #: Updates this replica's part of the parameters; None if every replica updates all parameters.
         self.sharded: ShardedUpdate | None = None
         #: Tied parameters that another stage updates.
         self.elsewhere: Collection[nn.Parameter] = ()
@@ -36,7 +36,7 @@ class StageOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the modules, except those that another stage updates."""
+        """The parameters of the modules, except the parameters that another stage updates."""
         own = dict.fromkeys(parameter for module in self._modules.values() for parameter in module.parameters())
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
@@ -44,14 +44,14 @@ class StageOptimizer:
         """Return the norms of the gradients accumulated since the last update.
 
         Returns no norms if there are no rules, or if updates wait for the gradients of tied parameters.
-        ``losses`` holds the losses of the stage's micro-batches.
+        ``losses`` contains the losses of the stage's micro-batches.
         """
         if self.late or self.rules is None:
             return GradientNorms("", None)
         return self.measure(self.rules, losses)
 
     def measure(self, rules: GradientRules, losses: Iterable[Tensor]) -> GradientNorms:
-        """Unscale the gradients and return their norms. Collective over replicas if gradients are split across them."""
+        """Unscale the gradients and return their norms. Collective over replicas if gradients are split."""
         norms = rules.measure(self.parameters, losses)
         return norms if self.sharded is None else GradientNorms.merged([norms, self.sharded.measure(rules)])
 
@@ -59,7 +59,8 @@ class StageOptimizer:
         """Step the optimizer with the gradients accumulated since the last update.
 
         Args:
-            weights: the weight versions in flight; None if the program has none.
+            weights: the weight versions in flight; None if no update occurs while
+                micro-batches are in flight.
             norms: the gradient norms of all stages if there are rules; otherwise unused.
 
         """

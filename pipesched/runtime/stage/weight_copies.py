@@ -1,9 +1,9 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
-If several stages have the same weights, the first of them runs the user's own layers, called the home. Every other
-stage runs a copy of these layers on its own device with its own Parameters. Before each run, the home's tensors are
-copied to all copies; after the run, the copies' gradients are added to the home's. Chimera (Li & Hoefler 2021) and
-DualPipe (DeepSeek-AI 2024) use such stages.
+If several stages have the same weights, the first of these stages runs the user's own layers, called the home. Every
+other stage runs a copy of these layers on its own device with its own Parameters. Before each run, the home's tensors
+are copied to all copies; after the run, the copies' gradients are added to the home's gradients. Chimera (Li & Hoefler
+2021) and DualPipe (DeepSeek-AI 2024) use such stages.
 
 With one process per rank, the home and a copy may be in different processes. Both processes have the user's layers, so
 the copy's process reads modes and other settings from its own layers. Only tensors are sent, in one message for each
@@ -27,7 +27,7 @@ from pipesched.tensors.meta_tensors import put_on
 
 __all__ = ["WeightCopies"]
 
-_SETTINGS = (bool, int, float, str)  # such as a module's mode and the p of a Dropout
+_SETTINGS = (bool, int, float, str)  # such as a module's training mode and the p of a Dropout
 _Tensors = list[Tensor | None]
 
 
@@ -57,7 +57,7 @@ class _WeightCopy:
     def refresh(self, state: Sequence[Tensor]) -> None:
         """Copy the tensors, ``requires_grad`` flags, modes and other settings of the original layers to this copy.
 
-        ``state`` holds the buffers of the original layers, then their parameters.
+        ``state`` contains the buffers of the original layers, then their parameters.
         """
         for theirs, mine in self._pairs("named_modules"):
             settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
@@ -105,7 +105,7 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` takes a parameter of the original layers and the rank of these layers. It returns the tensor whose
+    ``target`` takes a parameter of the original layers and the rank of these layers, and returns the tensor whose
     ``.grad`` accumulates the gradients from the copies of this parameter.
     """
 
@@ -143,7 +143,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context for a run. On exit, adds the copies' gradients to those of the original layers, in stage order.
+        """A context for a run. On exit, adds the copies' gradients to the originals' gradients, in stage order.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """

@@ -27,7 +27,7 @@ WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
 class Product:
     """A matrix product or convolution whose weight gradient is deferred to the W.
 
-    Holds the input and the weights and, after the I, the gradient of the output.
+    Stores the input and the weights and, after the I, the gradient of the output.
     """
 
     __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
@@ -48,7 +48,7 @@ class Product:
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
-        """Return the gradient of ``weights[index]``, or None if no gradient arrived or an earlier call has returned it.
+        """Return the gradient of ``weights[index]``, or None if no gradient arrived or an earlier call returned it.
 
         Raises ExecutionError if the input was modified in place after the operation ran.
         """

@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, which runs a backward pass, while the modules hold ``weights``.
+        """Call ``act``, which runs a backward pass, while the modules use ``weights``.
 
         Layers that use torch.utils.checkpoint then recompute with ``weights``.
         """
@@ -134,7 +134,7 @@ class WeightStash:
     def _drop_unused(self) -> None:
         """Drop the versions that micro-batches no longer need.
 
-        The newest version is always kept, because the Parameters themselves hold it.
+        The newest version is always kept, because the Parameters share its memory.
         """
         for version in [v for v, waiting in self._waiting.items() if not waiting and v != self._newest]:
             del self._waiting[version]

@@ -1,7 +1,7 @@
 """Channels: send values from rank to rank, in order.
 
 Each value is sent as one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message
-states the dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends
+states the dtype, the shape and the position of each tensor, and contains the values that are not tensors. Both ends
 predict the layout from the last message with the same key (the two stages, and the dtypes and shapes of the
 micro-batch), so that a receive can be posted before its message is sent. If the prediction is wrong, the header
 announces another layout. This layout and the data then follow on a side channel, and later runs predict the new layout.
@@ -15,7 +15,7 @@ message as received. The next run begins by waiting for messages that have not b
 
 The messages of a run may be added in several calls (``extend``), and the receiver may add a message in a later call
 than the sender does. A layout announced within such a run is predicted only after a fixed number of further messages,
-so that both ends begin to predict it at the same message.
+so that both ends begin to predict the new layout at the same message.
 
 A receive allocates new memory, and the received tensors are views of this memory, so the data is not copied again.
 Allocation is cheap, because the allocator reuses freed memory.
@@ -40,7 +40,7 @@ __all__ = ["COLLECT", "NORMS", "SHARE", "Channels", "Ends", "Incoming", "Message
 
 _HEADER = 64  # bytes
 _MOST_BYTES = 1 << 44  # limit for a message; more than any machine's memory
-# The sizes in bytes of a layout that follows and of its data; the counts of received forward and backward messages.
+# A header: the sizes in bytes of a following layout and its data; the counts of received forward and backward messages.
 _FIELDS = Struct("<4q")
 
 
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that may not have been received yet. Its buffer is later added to the list ``spare``."""
+    """A message that may not have been received yet. The buffer is later added to the list ``spare``."""
 
     position: int
     work: Work
@@ -105,7 +105,7 @@ class Outgoing:
     def open(self, keys: Sequence[Hashable]) -> None:
         """Wait until all sends of the previous run are complete, then begin a run.
 
-        ``keys`` holds a layout key for each message of the run, in order.
+        ``keys`` contains a layout key for each message of the run, in order.
         """
         self.drain()
         self._position = 0
@@ -149,7 +149,8 @@ class Outgoing:
     def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
         """Send a message with an unpredicted layout: its header on the channel, the rest on the side channel.
 
-        ``foreseen`` is the predicted number of bytes. It determines the port through which the header is sent.
+        ``foreseen`` is the predicted number of bytes. This number determines the port through which
+        the header is sent.
         """
         written = layout.written()
         announced = Packed(None, _HEADER)
@@ -202,7 +203,7 @@ class _Posted(NamedTuple):
     data: memoryview
     #: The pending receive of a long message; None for a short message, whose bytes are read only in ``receive``.
     work: Work | None
-    #: The value in the predicted layout, as views of the memory to be filled; None if it must be built on arrival.
+    #: The value in the predicted layout, as views of the memory to be filled; None if built on arrival.
     value: Any
 
 
@@ -234,7 +235,7 @@ class Incoming:
         self._read = ports.short.reader(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
+        """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self.taken = self._next = self._counts.here[self._way] = 0
         self.book.open(keys)
 
@@ -377,7 +378,7 @@ class _Neighbour:
     def check(self, names: Sequence[str]) -> None:
         """Receive the other end's digests of the run, compare them with this end's, and post the first receives.
 
-        Raises ExecutionError if the two ends differ. ``names`` holds the names of the digests in ``identity`` (see
+        Raises ExecutionError if the two ends differ. ``names`` lists the names of the digests in ``identity`` (see
         ``open``), for the error message.
         """
         words, self.due, due = bytearray(len(self.due)), b"", self.due
@@ -424,7 +425,7 @@ class Channels:
     def open(self, keys: Messages, identity: bytes) -> None:
         """Begin a run whose messages have these layout keys.
 
-        ``identity`` holds the digests of the run, one for each name in `names` (see the class), concatenated.
+        ``identity`` contains the digests of the run, one for each name in `names` (see the class), concatenated.
         """
         for peer, channels in keys.items():
             if peer not in self._neighbours:

@@ -64,7 +64,7 @@ class Connections:
                     timedelta(milliseconds=1)
                 )
         if self.links is not None:
-            self.links.abort()  # last, because it may take a while and no host waits for it
+            self.links.abort()  # last, because aborting may take a while and no host waits for a link
 
     def close(self) -> None:
         """Close the connections; bytes already sent by the host still arrive."""
@@ -76,7 +76,7 @@ class Connections:
 def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
     """Wait until all ranks of the group have joined. Return this rank's `Alarm`, and `Connections` not yet connected.
 
-    ``names`` holds the names of the group's ranks.
+    ``names`` lists the names of the group's ranks.
 
     If a rank does not join or the store does not reply, notifies the ranks of other pipelines and raises
     ExecutionError.

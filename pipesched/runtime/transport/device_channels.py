@@ -5,10 +5,10 @@ device to device. The header states either that the message has the predicted la
 Hosts post data transfers and never wait for them; streams wait for each other.
 
 Although the size of a receive is often predicted, the receive is posted only after its header has arrived, because a
-posted NCCL receive cannot be cancelled. If it were posted before its header, the sender would have to send useless
-bytes whenever a layout changes, and the receive would remain on the device after a failed step. Waiting for the header
-costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted before
-the data is computed, and data is transferred while both devices compute.
+posted NCCL receive cannot be cancelled. If the receive were posted before its header arrived, the sender would have to
+send useless bytes whenever a layout changes, and the receive would remain on the device after a failed step. Waiting
+for the header costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is
+posted before the data is computed, and data is transferred while both devices compute.
 
 Why the channels cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own
 link: a communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post
@@ -81,7 +81,7 @@ class Link(Protocol):
         """Wait for the other end, and transfer one byte."""
 
     def send(self, memory: Tensor) -> _Sending:
-        """Post a send of bytes; it starts once the work posted so far on the current stream is done."""
+        """Post a send of bytes, which starts once the work posted so far on the current stream is done."""
 
     def receive(self, nbytes: int) -> Tensor:
         """Post a receive of ``nbytes`` bytes; later work on the current stream waits for the data."""
@@ -238,7 +238,7 @@ class Links:
         """
         if self._links:
             peers = {rank for channel in self._links for rank in channel[:2]}
-            with suppress(RuntimeError):  # a rank that does not close has failed, or will detect it
+            with suppress(RuntimeError):  # a rank that does not close its links has failed, or will detect a failure
                 self._store.set(f"links drained/{self._rank}", "")
                 self._store.wait([f"links drained/{rank}" for rank in peers], timedelta(seconds=_PATIENCE_S))
         self.abort()
@@ -253,14 +253,14 @@ class Links:
 def _turn(channel: Channel) -> tuple[bool, int, int, int]:
     """Return the sort key of a channel. All ranks create their links in the order of these keys.
 
-    Forward channels come before backward channels. In each direction, even sending ranks come before odd ones, so that
-    pairs of ranks connect in parallel.
+    Forward channels come before backward channels. In each direction, even sending ranks come before odd sending ranks,
+    so that pairs of ranks connect in parallel.
     """
     return channel.backward, channel.giver % 2, channel.giver, channel.taker
 
 
 class _Sent(NamedTuple):
-    """A message that the device may still be sending. Its buffer is later added to the list ``spare``."""
+    """A message that the device may still be sending. The buffer is later added to the list ``spare``."""
 
     sending: _Sending
     message: Packed
@@ -280,7 +280,7 @@ class DeviceOutgoing:
         self._sent: deque[_Sent] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
+        """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self._position = 0
         self.book.open(keys)
 
@@ -321,7 +321,7 @@ class DeviceOutgoing:
             raise lost(self._channel.taker, error) from None
 
     def drain(self) -> None:
-        """Wait until the device has sent everything."""
+        """Wait until the device has sent all messages."""
         if self._sent:
             self._links[self._channel].drain()
 
@@ -338,7 +338,7 @@ class DeviceIncoming:
         self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
+        """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self.taken = 0
         self.book.open(keys)
 

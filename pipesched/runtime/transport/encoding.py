@@ -2,8 +2,8 @@
 
 Supported types are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
 torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The receiving rank
-looks up each name among the types that it has registered, which include those that occurred when it captured the model.
-It never imports a module.
+looks up each name among the types that it has registered, including the types that occurred when it captured the
+model. Decoding never imports a module.
 """
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -96,7 +96,7 @@ class Encoding:
     """Encodes plain values as bytes, and decodes them.
 
     ``types`` are the classes of enums and pytree nodes to register by name, in addition to built-in types. Both ends
-    must register the same types: those of pipesched, and those that occur when the model is captured on each rank.
+    must register the same types: pipesched's own types, and the types that occur when each rank captures the model.
     """
 
     def __init__(self, types: Iterable[Any] = ()) -> None:
@@ -119,7 +119,7 @@ class Encoding:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context that registers the types of all values that are encoded in it."""
+        """A context that registers the types of all values that are encoded within the context."""
         self._learning = True
         try:
             yield
@@ -211,7 +211,7 @@ class Encoding:
                 raise ValueError(f"{len(data) - end} bytes are left over")  # noqa: TRY301
         except Exception as error:  # pytree nodes may raise any type
             raise ExecutionError(
-                f"a message must contain values encoded by pipesched; these {len(data)} bytes do not "
+                f"a message must contain values encoded by pipesched; {len(data)} bytes could not be decoded "
                 f"({type(error).__name__}: {error}); run the same versions and the same model on every rank"
             ) from None
         return value

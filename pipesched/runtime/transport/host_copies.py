@@ -37,7 +37,7 @@ class Courier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parcels: SimpleQueue[_Parcel | threading.Event | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []  # at most one, started at its first use
+        self._threads: list[threading.Thread] = []  # at most one thread, started by the first call to ``give``
         self.end = finalize(self, _end, self._parcels, self._threads)
 
     def give(self, value: Any, send: Callable[[Any], None]) -> None:

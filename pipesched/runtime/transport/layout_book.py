@@ -60,10 +60,11 @@ class LayoutBook:
         return self.foreseen[at]
 
     def note(self, number: int, layout: MessageLayout) -> None:
-        """Record the layout of a message for which another layout, or none, was predicted.
+        """Record the layout of a message for which another layout, or no layout, was predicted.
 
         The layout is used for predictions from the next run on. If the current run is extended, the layout is also used
-        for added messages that come at least ``_SETTLED`` messages later, when both ends have certainly recorded it.
+        for added messages that come at least ``_SETTLED`` messages later, when both ends have certainly recorded the
+        layout.
         """
         self._news.append((number, self._keys[number - self._first], layout))
 

@@ -1,8 +1,9 @@
 """Message layout: describes a value that is sent between ranks, but not the contents of its tensors.
 
-A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. Its layout is small and
-fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value.
-Strides are kept, because results depend on them. Tensors that share memory also share memory after they are received.
+A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. A layout is
+small and fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds
+the value. Strides are kept, because results depend on them. Tensors that share memory also share memory after they are
+received.
 """
 
 from collections import Counter
@@ -110,7 +111,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
-    """Return which leaves share memory; None if no two leaves do.
+    """Return which leaves share memory; None if no two leaves share memory.
 
     The result has one entry per leaf: None for a leaf that shares no memory, otherwise a pair (index of the shared
     memory, offset in bytes of the leaf's first element in this memory).
@@ -182,8 +183,8 @@ class MessageLayout:
     def plain_bytes(self, value: Any) -> Any:
         """Return the only tensor of a value with this layout, as a numpy array that shares the tensor's memory.
 
-        Returns None if this layout is not that of one contiguous CPU tensor, or if the value has another layout. The
-        caller must then use ``describe``.
+        Returns None if this layout is not the layout of one contiguous CPU tensor, or if the value has another layout.
+        The caller must then use ``describe``.
         """
         if self._plain is None:
             return None
@@ -243,7 +244,7 @@ class MessageLayout:
     def restore(self, message: Tensor, start: int) -> Any:
         """Rebuild the value from a message. ``start`` is the size of the header in bytes.
 
-        Tensors that are views of the message keep its memory alive.
+        Tensors that are views of the message keep the message's memory alive.
         """
         pieces, restored, _ = self._layout
         storage = message.untyped_storage()
@@ -262,8 +263,8 @@ class MessageLayout:
     def _plain_leaves(self) -> list[Any]:
         """Return the leaves that are not tensors.
 
-        If all of them are immutable, they are decoded once and shared by all calls. Otherwise each call decodes new
-        objects.
+        If all these leaves are immutable, they are decoded once and shared by all calls. Otherwise each call decodes
+        new objects.
         """
         if self._immutable_leaves is not None:
             return self._immutable_leaves
@@ -288,7 +289,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """The buffer of a message, which holds a header and then the bytes of the tensors.
+    """The buffer of a message, which contains a header and then the bytes of the tensors.
 
     ``header`` is the size of the header in bytes; it is 0 on a device. ``data`` is a view of the buffer as bytes, or an
     empty view if ``header`` is 0.

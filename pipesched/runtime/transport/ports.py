@@ -36,7 +36,7 @@ class ShortPort(Protocol):
 
 
 class _Port(Protocol):
-    """The methods of a process group that are used here. They raise RuntimeError if a transfer fails."""
+    """The methods of a process group that `Ports` uses. All methods raise RuntimeError if a transfer fails."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
         """Start a send."""
@@ -46,7 +46,7 @@ class _Port(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports of one rank. Both ends choose the port by the message's predicted size, so they use the same port."""
+    """The ports of one rank. Both ends choose the port by the message's predicted size, so both use the same port."""
 
     short: ShortPort
     long: _Port

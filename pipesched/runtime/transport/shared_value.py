@@ -1,4 +1,4 @@
-"""Shared value: a value that one rank broadcasts. The other ranks wait for it only when they first use it."""
+"""Shared value: a value that one rank broadcasts. The other ranks wait for the value only at its first use."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """A value that another rank broadcasts. The first call receives the value with ``take``, which waits for it."""
+    """A value that another rank broadcasts. The first call receives the value with ``take``, which may wait."""
 
     def __init__(self, take: Callable[[], Any]) -> None:
         self._take: Callable[[], Any] | None = take

@@ -12,9 +12,9 @@ kept short: code that has not run for a few milliseconds is no longer in the pro
 as long as in a loop.
 
 A connection is accepted after a greeting, which proves that the sender has read the receiver's secret from the store.
-The receiver reads the greetings of all new connections as their bytes arrive, so no connection can block it. New
-connections occupy a limited number of slots. When the slots are full, the oldest connection without a complete greeting
-is closed.
+The receiver reads the greetings of all new connections as their bytes arrive, so no connection can block the receiver.
+New connections occupy a limited number of slots. When the slots are full, the oldest connection without a complete
+greeting is closed.
 """
 
 import errno
@@ -38,7 +38,7 @@ from pipesched.runtime.coordination.stores import Store, awaited_value
 
 __all__ = ["SocketPort", "own_host"]
 
-_GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
+_GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that the sender has read the receiver's secret
 _BACKLOG = 1024
 _MOST_GREETING = 64  # limit on connections without a complete greeting; beyond the limit, the oldest is closed
 _TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
@@ -72,7 +72,7 @@ def own_host(store: Any) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """Return a network interface's IPv4 address, or "" if it has none or the system is not Linux."""
+    """Return a network interface's IPv4 address, or "" if it has no address or the system is not Linux."""
     if not interface or sys.platform != "linux":
         return ""
     from fcntl import ioctl
@@ -141,7 +141,7 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """The main loop of the writer thread: write queued messages until an empty one arrives.
+        """The main loop of the writer thread: write queued messages until an empty message arrives.
 
         Ends without writing if no connection can be made.
         """
@@ -223,7 +223,7 @@ class SocketPort:
         self._rank = rank
         self._timeout_s = timeout_s
         self._hung_up = threading.Event()
-        self._word = secrets.token_bytes(16)  # a secret; connections that have not read it from the store are refused
+        self._word = secrets.token_bytes(16)  # a secret; a greeting must prove that its sender knows it
         self._name = f"\0pipesched/{secrets.token_hex(16)}"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listeners = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
@@ -302,9 +302,9 @@ class SocketPort:
             self._read_greeting(one)
 
     def _read_greeting(self, connection: socket.socket) -> None:
-        """Read the available bytes of a greeting, and accept the connection if it is complete and valid."""
+        """Read the available bytes of a greeting, and accept the connection if the greeting is complete and valid."""
         said = self._greeting.get(connection)
-        if said is None:  # another thread has handled it
+        if said is None:  # another thread has handled the greeting
             return
         try:
             more = connection.recv(_GREETING.size - len(said))
@@ -317,7 +317,7 @@ class SocketPort:
             return
         rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
         known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
-        if known and (rank, tag) not in self._accepted:  # a repeated greeting has been overheard and replayed
+        if known and (rank, tag) not in self._accepted:  # a second valid greeting was overheard and replayed
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
@@ -351,7 +351,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """Return the greeting of a connection. It proves that the sender knows the secret, without revealing the secret.
+    """Return the greeting of a connection. A greeting proves that the sender knows the secret, but does not reveal it.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """

@@ -224,7 +224,7 @@ def refuse_ranks_without_gradients(group: Any) -> None:
     numerics = Numerics(scaler=GradScaler("cpu"))
     with pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, numerics=numerics) as pipe:
         x, y = batch(0)
-        with pytest.raises(InputError, match=r"every rank needs a gradient.* rank 0 of 2 has none"):
+        with pytest.raises(InputError, match=r"every rank needs a gradient.* rank 0 of 2 has no gradient"):
             pipe.step(x, target=y)
 
 
