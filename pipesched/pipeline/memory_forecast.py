@@ -84,7 +84,7 @@ class MemoryForecast:
         """Check the memory limits for micro-batches with these numbers of rows.
 
         Raises MemoryLimitError if a rank would exceed its limit. Measured sizes are scaled in proportion to the rows.
-        Warns if the micro-batches of the first step differ in size from the plan.
+        Warns if the micro-batches of the first step do not have the planned size.
         """
         running = self._running
         planned = self._book.planned.rows
@@ -217,7 +217,7 @@ class MemoryForecast:
         return sum(local(p).nbytes for p in parameters) / sum(p.numel() * p.element_size() for p in parameters)
 
     def _others_weights(self, stage: int) -> int:
-        """Return how many bytes of a stage's weights only other replicas hold between steps."""
+        """Return the number of bytes of a stage's weights that only other replicas hold between steps."""
         assembly = self._running.assembly
         shards = self._shards(stage)
         if assembly.zero < 3 or shards is None:

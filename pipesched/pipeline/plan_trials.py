@@ -1,4 +1,4 @@
-"""Plan trials: run plans of a model for a few steps each, without changing the model."""
+"""Plan trials: runs each of several plans of a model for a few steps, without changing the model."""
 
 import copy
 import time
@@ -29,9 +29,9 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the maximum number of turns per plan; turns are short, because other programs slow a machine for seconds
+_ROUNDS = 10  # the maximum number of turns per plan; turns are short, so that a slowdown of seconds affects all plans
 _STEPS = 2  # measured steps per turn, after one warm-up step
-_LEAST_ROUNDS = 4  # the minimum number of turns per plan to decide that further turns would not change the result
+_LEAST_ROUNDS = 4  # the minimum number of turns per plan before the trials may end because the result is clear
 _ENOUGH_S = 7.0  # another round of turns starts only if it will probably end within this number of seconds
 
 
@@ -56,7 +56,7 @@ class Trial:
 
         Args:
             plans: the plans to run.
-            told: a function that is called each time a plan has run a few steps. Its argument is the progress, a number
+            told: a function that is called each time a plan has run a few steps. The argument is the progress, a number
                 from 0 to 1. The trials may end before the progress reaches 1.
 
         """

@@ -72,9 +72,9 @@ class StepLog:
         for x, y in loader:
             log(pipe.step(x, target=y))
 
-    For each logged step, the StepLog reads the measured trace and simulates a step for comparison. On a GPU, reading the
-    trace waits for the step to end. Steps that are not logged add no overhead. Under a mesh, every rank must call the
-    StepLog, and rank 0 logs the times of all ranks of its replica.
+    For each logged step, the StepLog reads the measured trace and simulates a step for comparison. On a GPU, reading
+    the trace waits for the step to end. Steps that are not logged add no overhead. Under a mesh, every rank must call
+    the StepLog, and rank 0 logs the times of all ranks of its replica.
 
     Args:
         pipe: the pipeline to log.
