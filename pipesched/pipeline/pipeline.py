@@ -841,8 +841,8 @@ class Pipeline(SavingInterface):
     def close(self) -> None:
         """Finish all steps in progress, and stop the ranks.
 
-        Deleting the pipeline stops the ranks without finishing the steps. The model keeps its weights. Under a mesh the model lacks the weights that other ranks trained; see
-        ``gather_model``.
+        Deleting the pipeline stops the ranks without finishing the steps. The model keeps its weights. Under a mesh the
+        model lacks the weights that other ranks trained; see ``gather_model``.
         """
         host = self._running.host
         failed = isinstance(host, MeshRanks) and host.executor.closed

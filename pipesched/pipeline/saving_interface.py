@@ -101,14 +101,14 @@ class SavingInterface(ModuleInterface):
                 ...
 
         Weights, buffers and optimizer states are loaded by name. The number of steps and the seed are set to the
-        saved values, and gradients are cleared. If any part of the checkpoint does not fit the pipeline, nothing changes.
-        Under a mesh, every rank must call this method; each rank reads only the files that it needs. The number of
-        replicas can change if the total number of micro-batches in all replicas stays the same; the resumed run then
-        differs in rounding, and a warning says so. ``zero=`` can change, too.
+        saved values, and gradients are cleared. If any part of the checkpoint does not fit, nothing changes. Under a
+        mesh, every rank must call this method; each rank reads only the files that it needs. The number of replicas can
+        change if the total number of micro-batches in all replicas stays the same; the resumed run then differs in
+        rounding, and a warning says so. ``zero=`` can change, too.
 
         Args:
-            path: the folder of a checkpoint, or a folder with several checkpoints (see ``keep`` of ``save``). Of several
-                checkpoints, ``load`` uses the newest undamaged one.
+            path: the folder of a checkpoint, or a folder with several checkpoints (see ``keep`` of ``save``). Of
+                several checkpoints, ``load`` uses the newest undamaged one.
             optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers. It must be of the
                 same class as the saved optimizer. Each group gets the options that were saved for its parameters.
             scheduler: a learning rate scheduler, a list of schedulers, or a dict of schedulers keyed by stage.

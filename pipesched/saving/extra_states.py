@@ -35,7 +35,7 @@ class _Leaf:
 
 
 class _ExtraEncoder(Encoder):
-    """Encodes values. ``leaves`` collects the tensors with the name and shape of one of the model's tensors."""
+    """Encodes values, and collects in ``leaves`` the tensors with the name and shape of one of the model's tensors."""
 
     def __init__(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(prefix)
@@ -101,7 +101,7 @@ def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> Non
 
 
 def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
-    """Return the leaves that this process saves, each as (object, path, key).
+    """Return the leaves that this process saves, each as (name of the object, path, key).
 
     The owner of a parameter or buffer saves the leaf of that name. If the owner does not have the leaf, the first
     process that has the leaf saves it.

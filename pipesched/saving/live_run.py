@@ -1,4 +1,4 @@
-"""Live run: this process's part of a running pipeline's state, from which checkpoints are made."""
+"""Live run: this process's part of a running pipeline's state, from which a checkpoint is made."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class LiveRun:
     shapes: Mapping[str, tuple[int, ...]]
     #: The names of all parameters of the model.
     parameter_names: Collection[str]
-    #: The non-persistent buffers, which the model's state_dict leaves out. A saved buffer can have another shape.
+    #: The non-persistent buffers, which the model's state_dict leaves out. The saved shape of such a buffer may differ.
     caches: Collection[str]
     #: The names of all parameters of the model, keyed by the id of the parameter.
     names: Mapping[int, str]

@@ -1,7 +1,7 @@
 """Tensor files: writes and reads safetensors files, one tensor at a time.
 
-This module writes the files itself, so that a single pass over the tensors both writes and hashes them, at most one
-tensor is copied at a time, and other threads can run meanwhile. The safetensors library can read the files.
+This module does not use the safetensors library to write files, but that library can read the files. A single pass
+over the tensors both writes and hashes them, copies at most one tensor at a time, and lets other threads run.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _LENGTH = Struct("<Q")
-_ALIGNED = 8  # a header's length in bytes is a multiple of this
+_ALIGNED = 8  # the length of a header in bytes is a multiple of this number
 _LONGEST_HEADER = 1 << 32
 _CODES = {
     torch.float64: "F64",

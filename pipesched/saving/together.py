@@ -13,7 +13,7 @@ __all__ = ["Work", "agreed", "in_all", "together"]
 T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.5  # between two exchanges while work is under way
+_LONGEST_PAUSE_S = 0.5  # the longest pause between two exchanges of messages while work is under way
 #: The errors that all processes raise, most important first.
 _KINDS: dict[str, type[CheckpointError]] = {
     "damaged": DamagedCheckpointError,
