@@ -71,7 +71,8 @@ class AssemblySpec:
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: returns the compiler for the layers on a device
     wrap: Wrap | None
-    gather_once: bool | None  #: whether a run gathers sharded weights once; None: as in the plan, else once
+    #: Whether a run gathers sharded weights only once. None: as in the plan, or once if there is no plan.
+    gather_once: bool | None
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: the clipping, loss scaling and checks of gradients before an update
     #: The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights.
@@ -90,7 +91,7 @@ class StageCut:
 
     cut: StageLayers  #: the layers of each stage
     partitioner: StagePartitioner
-    partition: Partition | None  #: the cut with its costs; None until the costs are known
+    partition: Partition | None  #: the cut and its costs; None until the costs are known
     alternatives: tuple[Alternative, ...] = ()  #: the other plans of the search
     #: Whether a step gathers the weights of a stage only once, if the weights are split across replicas.
     gather_once: bool = True
@@ -320,7 +321,7 @@ class Assembly:
         host = self._host
         written = self._written()
         stages: dict[int, Stage] = {}
-        for index, part in reversed(list(enumerate(program.weights))):  # tied weights belong to their first user
+        for index, part in reversed(list(enumerate(program.weights))):  # the first user of a tied weight places it last
             rank = program.placement[index]
             last = not program.graph.consumers[index]
             device = host.devices[rank]

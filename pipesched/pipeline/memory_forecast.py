@@ -67,7 +67,7 @@ class MemoryForecast:
         running = self._running
         program = running.program
         if self._book.layers is None:
-            running.flush()  # the layers are measured next, and no step may be running then
+            running.flush()  # no step may run while the layers are measured
         costs = self._book.stage_costs(running.assembly.programs, running.cut)
         messages = None
         stages = self._stage_sizes()
@@ -261,9 +261,9 @@ class MemoryForecast:
         placement = self._running.assembly.program.placement
         stages = found or [ReplicaMemory()] * len(placement)
         unit = max(one.largest_unit() for one in sharded)
-        for stage in map(placement.index, {*placement}):  # a rank reduces one unit at a time
+        for stage in map(placement.index, {*placement}):  # once per rank: a rank reduces one sharded module at a time
             late = stages[stage].late
-            more = math.ceil(unit * (1 + self._shard_share(stage)))  # the copied gradients, and the shard of their sum
+            more = math.ceil(unit * (1 + self._shard_share(stage)))  # copied gradients, and a shard of their sum
             stages[stage] = replace(stages[stage], late=late._replace(buffer=late.buffer + more))
         return stages
 

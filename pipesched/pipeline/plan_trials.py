@@ -29,7 +29,7 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the maximum number of turns per plan; turns are short, so that a slowdown of seconds affects all plans
+_ROUNDS = 10  # the maximum number of turns per plan; turns are short, so a brief slowdown of the machine affects all plans
 _STEPS = 2  # measured steps per turn, after one warm-up step
 _LEAST_ROUNDS = 4  # the minimum number of turns per plan before the trials may end because the result is clear
 _ENOUGH_S = 7.0  # another round of turns starts only if it will probably end within this number of seconds
@@ -150,7 +150,7 @@ def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[N
 
     """
     copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
-    stand_ins: dict[int, Tensor] = {}  # by id of the original, so that tied tensors stay tied
+    stand_ins: dict[int, Tensor] = {}  # keyed by the id of the original, so that tied tensors stay tied
     with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
         for module in model.modules():
             tensors = [

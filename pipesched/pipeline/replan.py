@@ -42,7 +42,7 @@ __all__ = ["Replanner"]
 
 _FEWEST = 3  # the number of measured steps required to search for a better cut
 _EFFORT = 200_000  # the search for better boundaries ends after this number of simulated actions
-_COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
+_COPIED = 1 << 22  # the size in bytes of the test copy that measures the speed between two devices
 
 
 class _Place(NamedTuple):

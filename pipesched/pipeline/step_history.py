@@ -84,7 +84,7 @@ class StepHistory:
     def predicted(self) -> Trace:
         """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
-            self._running.flush()  # the layers are measured next, and no step may be running then
+            self._running.flush()  # no step may run while the layers are measured
         programs = self._running.assembly.programs
         return simulate(programs.full.timed, self.costs or self._book.expected_costs(programs, self._running.cut))
 

@@ -28,16 +28,16 @@ class StepFigures:
     """The times and the loss of one step, as logged."""
 
     step: int
-    step_s: float  #: the measured makespan, in seconds
+    step_s: float  #: the measured step time in seconds
     bubble_ratio: float
-    busy: tuple[float, ...]  #: the fraction of the makespan in which each rank computes
-    loss: float | None = None  #: None if unknown
-    predicted_s: float | None = None  #: the predicted makespan, in seconds; None if unknown
+    busy: tuple[float, ...]  #: for each rank, the fraction of the makespan in which the rank computes
+    loss: float | None = None  #: the loss of the step; None if unknown
+    predicted_s: float | None = None  #: the predicted step time in seconds; None if unknown
     #: The mean time in seconds from one step to the next, including all other code of the training loop. None in the
     #: first logged step.
     whole_s: float | None = None
     tokens_per_s: float | None = None  #: None without ``tokens=``, and in the first logged step
-    metrics: Mapping[str, float] = field(default_factory=dict)  #: ``pipe.metrics``
+    metrics: Mapping[str, float] = field(default_factory=dict)  #: the values of ``pipe.metrics``
 
     @property
     def scalars(self) -> dict[str, float]:

@@ -185,8 +185,8 @@ def tune(
     def decide(run: Run) -> Plan:
         options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers, "device": places[0]}
         if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
-            options["rows"] = [-(-batch_size // num_microbatches)]  # no other size is needed
-        options["thorough"] = not count  # trial runs correct the costs
+            options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
+        options["thorough"] = not count  # quick measurements suffice if trial runs correct the costs
         known = _profile(model, sample, profile, loss_fn, target, options)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)

@@ -1,4 +1,4 @@
-"""Common values: values that several processes hold. A value must be identical in these processes, and is saved once."""
+"""Common values: values that several processes hold. They must be identical in all processes, and are saved once."""
 
 import hashlib
 import json

@@ -142,7 +142,7 @@ def _is_complete(folder: Path) -> bool:
         return False
     except MissingCheckpointError:
         return False
-    except CheckpointError:  # written by another version
+    except CheckpointError:  # another version of pipesched wrote this checkpoint
         return True
     return True
 

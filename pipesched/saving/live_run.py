@@ -49,7 +49,7 @@ class LiveRun:
     modules: Mapping[str, nn.Module]
     #: The optimizers made by ``optimizer=``, keyed by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
-    #: The updates that are divided among the replicas, keyed by stage; empty with ``zero=0``.
+    #: The updates that are split across replicas, keyed by stage; empty with ``zero=0``.
     divided: Mapping[int, ShardedUpdate]
     #: The option ``zero`` of the pipeline.
     zero: int

@@ -42,7 +42,7 @@ class FileEntry:
 class TensorEntry:
     """The manifest's entry for a stored tensor."""
 
-    #: One of `KINDS`.
+    #: The kind of tensor, one of `KINDS`.
     kind: str
     #: The name of the parameter, buffer, module, scheduler or extra object that the tensor belongs to.
     name: str

@@ -254,7 +254,7 @@ class OptimizerChanges:
         kind = type(optimizer).__qualname__
         for name in names:
             if name not in self._parameters and not run.parameters[name].requires_grad:
-                continue  # saved under a plan with a stage of frozen layers, which has no optimizer
+                continue  # this parameter was saved in a stage of frozen layers, without an optimizer
             if name not in self._parameters:
                 raise CheckpointError(
                     f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has no "

@@ -16,7 +16,7 @@ from pipesched.saving.together import agreed
 __all__ = ["check_equal_states", "fingerprint"]
 
 _COLUMNS = 4096
-_WORD = 8  # bytes
+_WORD = 8  # bytes per 64-bit word
 
 
 def check_equal_states(part: Part, host: RankHost) -> None:
@@ -37,9 +37,9 @@ def check_equal_states(part: Part, host: RankHost) -> None:
             if name is not None:
                 raise CheckpointError(
                     f"replicas must have the same state, because a checkpoint holds the state of one replica; {name} "
-                    f"differs between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make it equal "
-                    f"on all replicas; if each replica needs a state of its own, such as that of a data loader, gather "
-                    f"the states on every rank and pass them in extra="
+                    f"differs between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make "
+                    f"it equal on all replicas; if each replica needs a state of its own, such as that of a data loader, "
+                    f"gather the states on every rank and pass them in extra="
                 )
 
     agreed(host, compare)

@@ -52,7 +52,7 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-_BYTES = "U8"  # for dtypes that safetensors lacks; the manifest holds the dtype and the shape
+_BYTES = "U8"  # the code for dtypes that safetensors lacks; the manifest has the real dtype and shape
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     ordered = sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    )  # so that all tensors are aligned
+    )  # large elements first, so that all tensors are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, tensor in ordered:

@@ -51,7 +51,7 @@ class Target:
     #: The index of this process, and the number of processes.
     process: int
     num_processes: int
-    #: The processes that write a part.
+    #: The indexes of the processes that write a part of the checkpoint.
     writers: tuple[int, ...]
 
     @property
