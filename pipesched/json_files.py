@@ -159,9 +159,9 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check that ``value`` has the type ``hint``, and return it. A list becomes a tuple if ``hint`` is a tuple type.
+    """Check that a value has the type ``hint``, and return the value.
 
-    Raises ScheduleError if the value has a different type.
+    If ``hint`` is a tuple type, a list is converted to a tuple. Raises ScheduleError if the value has a different type.
     """
     origin = get_origin(hint)
     args = get_args(hint)

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """Searches for a Pipeline's plan."""
+    """Searches for the plan that a Pipeline runs."""
 
     model: Any  #: the user's model argument
     module: nn.Module  #: the module built from ``model``

@@ -120,7 +120,7 @@ class CostBook:
         return self._replicas.gathering(once=programs.gather_once is not False)
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
-        """Return the layers' costs, keyed by layer. The first call measures the layers, while no step may run.
+        """Return the layers' costs, keyed by layer. The first call measures the layers; no step may run meanwhile.
 
         Args:
             crowds: whether to also measure how much longer a layer takes while another rank of this process computes.

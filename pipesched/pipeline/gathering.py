@@ -204,7 +204,7 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor. A sharded tensor is gathered over its mesh, so all ranks of that mesh must call this."""
+    """Return the full tensor. For a sharded tensor, all ranks of its mesh must call this function."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -253,7 +253,7 @@ class MemoryForecast:
         return tuple(sent)
 
     def _replicas(self) -> list[ReplicaMemory] | None:
-        """Return the memory that each stage needs for communication with other replicas; None if none is needed."""
+        """Return the memory that each stage needs for communication with other replicas; None if it needs no memory."""
         found = [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())]
         sharded = [one.sharded for one in self._running.assembly.stages.values() if one.sharded is not None]
         if not any(one.once for one in sharded):

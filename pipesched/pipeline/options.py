@@ -187,7 +187,7 @@ class Numerics:
             )
 
     def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool, lags: bool) -> GradientRules | None:
-        """Return the rules for gradients before an update; None if there are none.
+        """Return the rules for gradients before an update; None if there are no rules.
 
         Raises InputError for an option that requires ``optimizer=`` if there are no optimizers.
         """

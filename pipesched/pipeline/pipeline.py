@@ -683,7 +683,7 @@ class Pipeline(SavingInterface):
 
     @property
     def trace(self) -> Trace:
-        """The measured trace of the last step. On a GPU, reading it waits for the step to end.
+        """The measured trace of the last step. On a GPU, reading this property waits for the step to end.
 
         Under a mesh the trace holds only this rank's actions; ``gather_trace()`` returns the actions of all ranks. For
         an asynchronous schedule the trace holds the steps since the last flush, at most the last six; micro-batches

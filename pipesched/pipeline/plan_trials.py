@@ -29,7 +29,7 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the maximum number of turns per plan; turns are short, so a brief slowdown of the machine affects all plans
+_ROUNDS = 10  # the maximum number of turns per plan; turns are short, so a slowdown of the machine affects all plans
 _STEPS = 2  # measured steps per turn, after one warm-up step
 _LEAST_ROUNDS = 4  # the minimum number of turns per plan before the trials may end because the result is clear
 _ENOUGH_S = 7.0  # another round of turns starts only if it will probably end within this number of seconds
@@ -176,7 +176,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _own_loss(output: Any, _: Any) -> Tensor:
-    """Return the model's own loss or, without one, the sum of the model's outputs."""
+    """Return the model's own loss or, if the model has no loss, the sum of the model's outputs."""
     loss = loss_entry(output)
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Search for a better cut with the measured times of the last steps. Switch to a cut that saves enough time.
+        """Search for a better cut, based on the times of the last steps. Switch to the new cut if it saves enough time.
 
         Args:
             steps_left: the number of steps still to run; None if unknown.
@@ -239,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return, for each parameter and buffer, its device and the number of bytes to copy if it changes devices."""
+        """Return, for each parameter and buffer, its device and the number of bytes to copy if the device changes."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}

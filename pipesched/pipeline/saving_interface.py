@@ -45,7 +45,7 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run. Resuming it, under any plan, gives results bit-identical to those of a run that never stopped.
+        """Save the run. A run resumed under any plan gives results bit-identical to those of a run that never stopped.
 
         ::
 

@@ -64,7 +64,7 @@ class StepFigures:
 
 
 class StepLog:
-    """Logs training steps: prints a line for each, and writes scalars for TensorBoard.
+    """Logs training steps: prints a line for each step, and writes scalars for TensorBoard.
 
     ::
 

@@ -189,7 +189,7 @@ class StepRunner:
         return self._differentiable(call, host)
 
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
-        """Run the forward passes, and return an output whose differentiation runs the backward passes."""
+        """Run the forward passes, and return the output. Differentiating the output runs the backward passes."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
@@ -216,7 +216,7 @@ class StepRunner:
     def _called(self, method: str, given: GivenBatch, make: Callable[[], StepCall]) -> StepCall:
         """Check that the method may run, and return the StepCall of this process.
 
-        The call's inputs come from rank 0 if none were passed in this process.
+        If the caller passed no inputs in this process, the inputs come from rank 0.
         """
         assembly = self._running.assembly
         host = self._running.host

@@ -152,8 +152,8 @@ class ExtraChanges:
     def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
         """Return the leaves of an object that this process needs, as (path, key in the object's state, tensor key).
 
-        These are the leaves that the object has now. If the object has none, they are the leaves with the names of this
-        process's parameters and buffers.
+        These are the leaves that the object has now. If the object has no leaves, these are the leaves with the names
+        of this process's parameters and buffers.
         """
         now = None if value is None or not callable(getattr(value, "state_dict", None)) else value.state_dict()
         needed = []

@@ -34,7 +34,7 @@ _TEMPORARY = ".tmp"
 
 
 def folder_for(path: Path, step: int, keep: int | None) -> Path:
-    """Return the folder of a new checkpoint: ``path`` or, if ``keep`` is given, a folder in it named after the step.
+    """Return the folder of a new checkpoint: ``path`` or, with ``keep``, a folder in ``path`` named after the step.
 
     Raises InputError if ``path`` holds checkpoints saved with ``keep`` but ``keep`` is None, or vice versa.
     """

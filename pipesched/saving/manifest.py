@@ -84,7 +84,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint."""
+    """The content of the manifest of a checkpoint."""
 
     pipesched: str
     torch: str

@@ -74,8 +74,8 @@ class _Member:
 def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[_Member]:
     """Yield the parameters of the model that an optimizer updates.
 
-    If replicas divide the update, also yields the parameters that only other replicas update. Skips the empty tensor
-    that ``pipe.parameters()`` yields on a rank without parameters.
+    If the update is split across replicas, also yields the parameters that only other replicas update. Skips the empty
+    tensor that ``pipe.parameters()`` yields on a rank without parameters.
     """
     update = run.division_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups] if update is None else update.groups
@@ -164,7 +164,7 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
 
 
 def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun) -> None:
-    """Add the states of this replica's rows of a parameter to ``own``, and its scalar states to ``common``.
+    """Add the states of this replica's rows of a parameter to ``own``, and the scalar states to ``common``.
 
     All replicas hold the same scalar states.
     """

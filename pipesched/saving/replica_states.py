@@ -38,7 +38,7 @@ def check_equal_states(part: Part, host: RankHost) -> None:
                 raise CheckpointError(
                     f"replicas must have the same state, because a checkpoint holds the state of one replica; {name} "
                     f"differs between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make "
-                    f"it equal on all replicas; if each replica needs a state of its own, such as that of a data loader, "
+                    f"it equal on all replicas; if each replica needs its own state, such as that of a data loader, "
                     f"gather the states on every rank and pass them in extra="
                 )
 

@@ -91,7 +91,7 @@ class Saver:
         self._work.start()
 
     def finish(self, run: LiveRun) -> None:
-        """Wait until an asynchronous save has ended in all processes. If it failed, all processes raise."""
+        """Wait until an asynchronous save has ended in all processes. If the save failed, all processes raise."""
         work, self._work = self._work, None
         if work is not None:
             together(run.host, work, self._hurry)

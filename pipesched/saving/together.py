@@ -120,7 +120,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Like ``agreed``, but ``make`` may take much longer in some processes than in others. Collective."""
+    """Return the result of ``make()``, as ``agreed`` does. ``make`` may take longer in some processes. Collective."""
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()
