@@ -14,10 +14,10 @@ To write a schedule: `schedule`, `Order`, `Shape`.
 
 Each of these packages imports only from the packages above it:
 
-    errors, units, checks       errors, numbers as text, argument checks
-    program, order, schedules   schedules as data; one file per schedule
+    errors, units, checks       errors, text for numbers with units, argument checks
+    program, order, schedules   schedules as lists of actions; one file per schedule
     simulation, viz             predicted time and memory; pictures
-    partitioning, planning      cut layers into stages; search for a plan
+    partitioning, planning      division of layers into stages; search for a plan
     ---- the packages below import torch ----
     tensors, model, capture     turn an nn.Module into layers and stages
     runtime                     stages, executors, transport
@@ -25,7 +25,7 @@ Each of these packages imports only from the packages above it:
     pipeline                    Pipeline and tune
     testing, cli                helpers for tests; the command line
 
-Names are imported on first use, so schedules can be studied without torch.
+pipesched imports each name on first use, so you can study schedules without torch.
 """
 
 import importlib

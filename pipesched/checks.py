@@ -28,16 +28,19 @@ __all__ = [
 LARGEST = 2**63
 #: Upper bound for sizes: 256 TiB, so that sums of sizes fit into 64 bits.
 LARGEST_SIZE = 2**48
-_LONGEST = 80  # the maximum number of characters of a value that an error shows
+_LONGEST = 80  # the maximum number of characters of a value in an error message
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error: the full repr if it is short, the start of a long string, or otherwise the type."""
+    """Return a value as text for an error message.
+
+    The text is the repr of a short value, the start of a long string, or the type of any other value.
+    """
     if isinstance(value, str) and len(value) > _LONGEST:
         return f"{value[: _LONGEST // 2]!r}... ({len(value):,} characters)"
     try:
         text = f"{value!r}"
-    except (ValueError, RecursionError):  # an integer of thousands of digits; deeply nested lists
+    except (ValueError, RecursionError):  # raised for integers of thousands of digits and for deeply nested lists
         text = "\n"
     return text if len(text) <= _LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
 

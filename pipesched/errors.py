@@ -1,6 +1,7 @@
-"""All errors that pipesched raises. Each is also a subclass of the matching built-in error, such as ValueError.
+"""All exceptions that pipesched raises. Each class also inherits from the matching built-in class, such as ValueError.
 
-Every message states, in this order, the rule, where and by which values it was broken, and the remedy.
+Every message states four facts in this order: the rule, the place that breaks the rule, the values there, and the
+remedy.
 """
 
 __all__ = [

@@ -14,11 +14,11 @@ from pipesched.errors import PipeschedError, ScheduleError
 __all__ = ["load_json", "maybe", "parse_json", "read_fields"]
 
 _Made = TypeVar("_Made")
-_DEEPEST = 32  # levels of nesting; the files that pipesched writes have seven
+_DEEPEST = 32  # the maximum depth of nesting; the files that pipesched writes have a depth of seven
 
 
 def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
-    """Read a JSON file and return ``make(value)`` for the value that it contains.
+    """Read a JSON file, convert its content with the function ``make``, and return the result.
 
     Raises:
         ScheduleError: `parse_json` or ``make`` raised an error; the message names the file.
@@ -37,7 +37,7 @@ def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
 
     Args:
         text: the text.
-        deepest: the largest allowed depth of nesting. Default: 32.
+        deepest: the maximum depth of nesting. Default: 32.
 
     Raises:
         ScheduleError: the text is not JSON, repeats a key, is nested more than ``deepest`` levels deep, or contains an
@@ -50,7 +50,7 @@ def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
         raise _too_deep(deepest) from None
     except ScheduleError:
         raise
-    except ValueError as error:  # its text states the line and column, or the offset of bytes that are not UTF-8
+    except ValueError as error:  # str(error) has the line and column, or the offset of bytes that are not UTF-8
         raise ScheduleError(
             f"the file must be JSON; {error}; save the file again, or correct it at that position"
         ) from None
@@ -124,7 +124,7 @@ def read_fields(
         values: the mapping.
         has: the first words of an error, such as "a link must have".
         partly: whether fields with defaults may be missing.
-        makes: field name -> function that converts the plain value, for each field whose type is not plain.
+        makes: for each field whose type is not plain, keyed by field name, a function that converts the plain value.
 
     Raises:
         ScheduleError: ``values`` is not a mapping, a name is unknown or missing, or a value has the wrong type.
@@ -159,9 +159,9 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check that ``value`` has the type ``hint``, and return it. A list becomes a tuple if ``hint`` is a tuple type.
+    """Check that a value has the type ``hint``, and return the value.
 
-    Raises ScheduleError if the value has a different type.
+    If ``hint`` is a tuple type, a list is converted to a tuple. Raises ScheduleError if the value has a different type.
     """
     origin = get_origin(hint)
     args = get_args(hint)

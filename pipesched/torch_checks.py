@@ -25,7 +25,7 @@ __all__ = [
     "as_timeout",
 ]
 
-_MOST_THREADS = 4096  # more than the cores of any machine; with far more threads, torch's libraries abort the process
+_MOST_THREADS = 4096  # no machine has more cores; with far more threads, torch's libraries abort the process
 
 
 def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

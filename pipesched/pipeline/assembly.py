@@ -66,15 +66,17 @@ class AssemblySpec:
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
-    layers: dict[str, nn.Module]  #: name -> layer; ``wrap`` may replace some
+    layers: dict[str, nn.Module]  #: name -> layer; ``wrap`` may replace some layers
     initial: Initial  #: fills a model built on the meta device
     batch_norm: BatchNormMode
-    compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
+    compiled: Callable[[torch.device], Compiled | None]  #: returns the compiler for the layers on a device
     wrap: Wrap | None
-    gather_once: bool | None  #: whether a run gathers sharded weights once; None: as in the plan; no plan: once
+    #: Whether a run gathers sharded weights only once. None: as in the plan, or once if there is no plan.
+    gather_once: bool | None
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: the clipping, loss scaling and checks of gradients before an update
-    zero: int = 0  #: the data that replicas divide: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights
+    #: The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights.
+    zero: int = 0
     reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
 
     @property
@@ -89,9 +91,10 @@ class StageCut:
 
     cut: StageLayers  #: the layers of each stage
     partitioner: StagePartitioner
-    partition: Partition | None  #: the cut with its costs; None until the costs are known
+    partition: Partition | None  #: the cut and its costs; None until the costs are known
     alternatives: tuple[Alternative, ...] = ()  #: the other plans of the search
-    gather_once: bool = True  #: whether a step gathers the weights of a stage once, if replicas divide them
+    #: Whether a step gathers the weights of a stage only once, if the weights are split across replicas.
+    gather_once: bool = True
 
 
 class Assembly:
@@ -155,7 +158,7 @@ class Assembly:
             check_tree(spec.model, program, self.bodies, self.ties.parameters)
             self._check_own_weights(TREE, [0] * len(self.cut))
         self._check_reached()
-        #: The parameters of this process that replicas divide among themselves.
+        #: The parameters of this process that are sharded over the mesh dimension of the axis "shard".
         self._sharded = self._sharded_parameters()
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
@@ -171,7 +174,7 @@ class Assembly:
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
         #: The context manager for runs that compute gradients; adds the copies' gradients to ``.grad``. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
-        #: The modules that the model holds.
+        #: Detects modules of the model that were replaced after the pipeline was built.
         self.members = Members(spec.model, spec.layered.layers)
         #: Seconds that the construction took, excluding the time to fill the model and make optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
@@ -193,12 +196,12 @@ class Assembly:
 
     @property
     def zero(self) -> int:
-        """The data divided among replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
+        """The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
         return self._spec.zero
 
     @property
     def divided_updates(self) -> dict[int, ShardedUpdate]:
-        """The optimizer updates in which each replica updates a part of a stage's weights, keyed by stage."""
+        """The updates in which each replica updates only its part of a stage's weights, keyed by stage."""
         updates = {index: stage.optimizer.sharded for index, stage in self.stages.items()}
         return {index: update for index, update in updates.items() if update is not None}
 
@@ -318,7 +321,7 @@ class Assembly:
         host = self._host
         written = self._written()
         stages: dict[int, Stage] = {}
-        for index, part in reversed(list(enumerate(program.weights))):  # tied weights belong to their first user
+        for index, part in reversed(list(enumerate(program.weights))):  # the first user of a tied weight places it last
             rank = program.placement[index]
             last = not program.graph.consumers[index]
             device = host.devices[rank]

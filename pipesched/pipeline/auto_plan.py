@@ -43,10 +43,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """Searches for a Pipeline's plan."""
+    """Searches for the plan that a Pipeline runs."""
 
     model: Any  #: the user's model argument
-    module: nn.Module  #: the module built from it
+    module: nn.Module  #: the module built from ``model``
     layered: LayeredModel
     sample: Any
     devices: Sequence[torch.device]  #: one device per rank
@@ -54,14 +54,14 @@ class AutoPlan:
     search: Search
     numerics: Numerics
     optimizer: Callable[[list[Any]], Optimizer] | None  #: makes an optimizer, whose states count towards a memory limit
-    free: bool  #: whether the number of micro-batches is free, because results do not depend on it
-    replicas: ReplicaCosts | None = None  #: the costs of several replicas; None if there is only one
+    free: bool  #: whether the search may choose the number of micro-batches, because results do not depend on it
+    replicas: ReplicaCosts | None = None  #: the costs of several replicas; None if there is one replica
     gather_once: bool | None = None  #: whether a step gathers sharded weights once; None: only if that fits in memory
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        No search is needed if a plan is given. Otherwise, search options always require a search. Without search
+        If a plan is given, no search is needed. Otherwise, search options always require a search. Without search
         options, no search is needed if the schedule or all boundaries are given, or if there is only one device.
 
         Raises PartitionError if search options were given together with a plan.
@@ -162,7 +162,7 @@ class AutoPlan:
         return Profile({rows: self.layered.graph(measured())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
 
     def _with_updates(self, known: Profile) -> Profile:
-        """Return the profile. If memory is limited, add the optimizer's memory unless the profile contains it."""
+        """Return the profile. If memory is limited and the profile lacks the optimizer's memory, add this memory."""
         kept = any(size for graph in known.graphs.values() for _, size in graph.nodes(data="optimizer_bytes"))
         if self.optimizer is None or self.search.memory_limit_bytes is None or kept:
             return known
@@ -186,7 +186,7 @@ def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
 def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
     """Return the given profile, or the profile read from a file if ``profile`` is a path.
 
-    Raises InputError for another type, and ScheduleError for a file that holds no profile.
+    Raises InputError for another type, and ScheduleError for a file that does not contain a profile.
     """
     if not isinstance(profile, Profile | str | PathLike):
         raise InputError(

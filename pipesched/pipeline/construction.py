@@ -111,7 +111,7 @@ def choose_plan(
 
 
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
-    """Return the programs of a request. Raises ScheduleError or GraphError if the programs do not fit the model."""
+    """Return the programs of a request. Raises ScheduleError or GraphError if the model cannot run the programs."""
     programs = ProgramFactory(
         request, len(host.all_devices), updates=spec.optimizer is not None, norms=spec.updates_by_rules
     )
@@ -132,10 +132,10 @@ def start(
     request: PlanRequest,
     agreed: tuple[Any, ...],
 ) -> RunningPlan:
-    """Make the programs, cut the model, and place its stages on the ranks.
+    """Make the programs, cut the model into stages, place the stages on the ranks, and return the running plan.
 
     Args:
-        model: the user's model argument. If it is a list, each of its modules becomes a stage.
+        model: the user's model argument. If it is a list with one module per stage, each module becomes a stage.
         spec: the model and the user's options for its stages.
         host: the host of the ranks.
         book: the known costs of layers and devices.
@@ -161,7 +161,7 @@ def start(
     stage_cut = book.cut_stages(host, pins, programs, plan)
     host.check(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None or spec.zero == 3:
-        book.layers = host.agreed(book.measured)  # measure the layers now, because their weights may be divided next
+        book.layers = host.agreed(book.measured)  # measure the layers before their weights are sharded
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)

@@ -1,4 +1,4 @@
-"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs computed from these."""
+"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs computed from them."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
     Args:
         grid: the ranks of each replica.
         zero: which data is split across the replicas: a number from 0 to 3, as in `Distributed`.
-        links: the links between the ranks of all replicas, if they are known.
+        links: the links between the ranks of all replicas; None if unknown.
 
     """
     first = grid.rows[0]
@@ -63,11 +63,11 @@ class CostBook:
     Args:
         model: the user's model.
         layered: the model's layers.
-        loss_fn: the loss function; its memory is added to the costs of the last layer.
+        loss_fn: the loss function. The costs of the last layer include the memory of the loss.
         guard: the StaleGuard, which lets the code that measures the layers read the model.
         devices: one device per rank, including devices that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
-        links: the measured links between all ranks, if any.
+        links: the measured links between all ranks; None if unknown.
         replicas: the costs of the pipeline's replicas; None if there is only one replica.
 
     """
@@ -96,7 +96,7 @@ class CostBook:
         self.planned = Size(0, 0)
         #: The layers' costs as functions of the size of a micro-batch.
         self.size_fit = SizeFit()
-        #: Slow device -> the factor by which it is slower than the fastest device, as measured.
+        #: Slow device -> the measured factor by which the device is slower than the fastest device.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -106,10 +106,10 @@ class CostBook:
         self._intra_op_threads = intra_op_threads
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
-        """Return the replicas that run these programs.
+        """Return the `Replication` that describes the replicas that run these programs.
 
-        None if there is only one replica. Also None if the programs contain no REDUCEs, because gradients are then
-        summed after a run.
+        Returns None if there is only one replica. Also returns None if the programs contain no REDUCE actions, because
+        gradients are then summed after a run.
         """
         replicas = self._replica_costs(programs)
         return None if replicas is None else replicas.replication
@@ -217,9 +217,9 @@ class CostBook:
 
         Args:
             host: the host of the ranks.
-            pins: the boundaries that are fixed.
+            pins: the fixed boundaries.
             programs: the programs that will run the stages.
-            plan: the user's plan; its partition and alternatives are copied to the result. None if none was given.
+            plan: the user's plan, or None. The plan's partition and alternatives are copied to the result.
 
         """
         program = programs.full.plain

@@ -58,7 +58,7 @@ def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks
     with executor.collective("full_state_dict"):
         share = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
     merged = {name: value for shares in executor.exchange(share) for name, value in shares.items()}
-    executor.exchange_in_all(None)  # so that no replica returns before it can report a failed rank of another
+    executor.exchange_in_all(None)  # so that no replica returns before it can report a failed rank of another replica
     return {name: merged[name] for name in (*names, *merged) if name in merged}  # names added by wrap come last
 
 
@@ -156,7 +156,7 @@ def _misfit(rank: int, tensors: Mapping[str, Tensor], shares: Sequence[_Share], 
 
 
 def _check_fits(misfits: Sequence[str | None]) -> None:
-    """Raise InputError on every rank if the model of any rank cannot take the tensors of all ranks."""
+    """Raise InputError on every rank if at least one rank reported that tensors do not fit its model."""
     for misfit in misfits:
         if misfit is not None:
             raise InputError(
@@ -189,7 +189,7 @@ def _collect(
 
 
 def _batches(share: _Share) -> Iterator[list[str]]:
-    """Split the tensors' names into groups of limited total size; a tensor above the limit forms its own group."""
+    """Split the tensors' names into groups of limited total size. A tensor above the limit forms a group of one."""
     names: list[str] = []
     left = _BATCH
     for name, (_, nbytes) in share.items():
@@ -204,7 +204,7 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor. A sharded tensor is gathered over its mesh, so all ranks of that mesh must call this."""
+    """Return the full tensor. For a sharded tensor, all ranks of its mesh must call this function."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -67,7 +67,7 @@ class MemoryForecast:
         running = self._running
         program = running.program
         if self._book.layers is None:
-            running.flush()  # the layers are measured next, and no step may be running then
+            running.flush()  # no step may run while the layers are measured
         costs = self._book.stage_costs(running.assembly.programs, running.cut)
         messages = None
         stages = self._stage_sizes()
@@ -84,7 +84,7 @@ class MemoryForecast:
         """Check the memory limits for micro-batches with these numbers of rows.
 
         Raises MemoryLimitError if a rank would exceed its limit. Measured sizes are scaled in proportion to the rows.
-        Warns if the micro-batches of the first step differ in size from the plan.
+        Warns if the micro-batches of the first step do not have the planned size.
         """
         running = self._running
         planned = self._book.planned.rows
@@ -217,7 +217,7 @@ class MemoryForecast:
         return sum(local(p).nbytes for p in parameters) / sum(p.numel() * p.element_size() for p in parameters)
 
     def _others_weights(self, stage: int) -> int:
-        """Return how many bytes of a stage's weights only other replicas hold between steps."""
+        """Return the number of bytes of a stage's weights that only other replicas hold between steps."""
         assembly = self._running.assembly
         shards = self._shards(stage)
         if assembly.zero < 3 or shards is None:
@@ -253,7 +253,7 @@ class MemoryForecast:
         return tuple(sent)
 
     def _replicas(self) -> list[ReplicaMemory] | None:
-        """Return the memory that each stage needs for communication with other replicas; None if none is needed."""
+        """Return the memory that each stage needs for communication with other replicas; None if it needs no memory."""
         found = [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())]
         sharded = [one.sharded for one in self._running.assembly.stages.values() if one.sharded is not None]
         if not any(one.once for one in sharded):
@@ -261,9 +261,9 @@ class MemoryForecast:
         placement = self._running.assembly.program.placement
         stages = found or [ReplicaMemory()] * len(placement)
         unit = max(one.largest_unit() for one in sharded)
-        for stage in map(placement.index, {*placement}):  # a rank reduces one unit at a time
+        for stage in map(placement.index, {*placement}):  # once per rank: a rank reduces one sharded module at a time
             late = stages[stage].late
-            more = math.ceil(unit * (1 + self._shard_share(stage)))  # the copied gradients, and the shard of their sum
+            more = math.ceil(unit * (1 + self._shard_share(stage)))  # copied gradients, and a shard of their sum
             stages[stage] = replace(stages[stage], late=late._replace(buffer=late.buffer + more))
         return stages
 

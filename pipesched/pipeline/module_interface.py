@@ -75,12 +75,12 @@ class ModuleInterface:
                     yield name, module
 
     def modules(self) -> Iterator[nn.Module]:
-        """Iterate over the modules of the model and the loss module, as ``named_modules`` does, without names."""
+        """Iterate over the modules of ``named_modules()``, without their names."""
         for _, module in self.named_modules():
             yield module
 
     def apply(self, function: Callable[[nn.Module], Any]) -> Self:
-        """Call a function with every module of ``modules()``, submodules first, as nn.Module does.
+        """Call a function with every module of ``modules()``, submodules first, and return this pipeline.
 
         Under a mesh each rank draws random numbers for its own modules only. If initial weights must not depend on the
         plan, apply the function to the model before you create the pipeline, or pass ``init=``.
@@ -113,9 +113,9 @@ class ModuleInterface:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
-        Under a mesh these are the parameters of this rank's stages: to clip the gradients of all ranks, call
-        ``Pipeline.clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's
-        optimizers refuse an empty list.
+        Under a mesh these are the parameters of this rank's stages. To clip the gradients of all ranks, call
+        ``Pipeline.clip_grad_norm_`` instead of torch's function. A rank without parameters yields an empty tensor,
+        because torch's optimizers refuse an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])

@@ -39,10 +39,10 @@ class Search:
     Args:
         memory_limit_bytes: the maximum number of bytes that a rank may hold, including the states of ``optimizer=``:
             one number for all ranks, or one per rank. Default: None (no limit).
-        batch_size: the number of rows in a step. If it is given, the search also chooses the number of micro-batches,
+        batch_size: the number of rows in a step. If you pass it, the search also chooses the number of micro-batches,
             provided that neither BatchNorm nor the loss combines rows. Default: the sample's rows times the number of
             micro-batches.
-        profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
+        profile: the layers' costs: a Profile, or the path of a saved Profile. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which means False on CPUs, where offloading would free no memory.
@@ -86,8 +86,8 @@ class Numerics:
 
     Args:
         split_dims: the dimension along which arguments are split into micro-batches: one number for all arguments, a
-            sequence, or a dict by position or keyword (including "target" and "output"). An argument with None in place
-            of a dimension is not split. Default: 0.
+            sequence with one number per positional argument, or a dict keyed by position or keyword (including "target"
+            and "output"). An argument with None instead of a number is not split. Default: 0.
         loss_weight: a function that maps the target of a micro-batch (the inputs if there is no target) to the weight
             of the micro-batch in the loss. Default: the micro-batch's number of rows, or the number of labels over
             which a torch.nn loss or the model's own loss averages.
@@ -187,7 +187,7 @@ class Numerics:
             )
 
     def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool, lags: bool) -> GradientRules | None:
-        """Return the rules for gradients before an update; None if there are none.
+        """Return the rules for gradients before an update; None if there are no rules.
 
         Raises InputError for an option that requires ``optimizer=`` if there are no optimizers.
         """
@@ -245,17 +245,17 @@ class Distributed:
             "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
         zero: with ``optimizer=`` and several replicas, which data is split across the replicas. With 1, each replica
-            updates its own part of every stage's weights, and holds the optimizer states of that part only. With 2, it
-            also keeps only that part of the summed gradients. With 3, it also holds only that part of the weights
-            between steps; a step gathers the weights of a stage before they are used, and frees them afterwards.
-            Default: 0 (nothing is split).
+            updates its own part of every stage's weights, and holds the optimizer states of that part only. With 2,
+            each replica also keeps only that part of the summed gradients. With 3, each replica also holds only that
+            part of the weights between steps; a step gathers the weights of a stage before they are used, and frees
+            them afterwards. Default: 0 (nothing is split).
         gather_once: whether a step gathers sharded weights once and keeps them until the last backward of their stage.
-            If False and ``zero=3``, a step frees the weights of a stage while other stages of its rank run, and gathers
-            them again. For modules that ``wrap=`` shards with ``fully_shard``, the gradients are also reduced only once
-            if this is True. If it is False, the modules' own flags apply; by default, the weights are gathered in each
-            forward and backward of a micro-batch, and the gradients are reduced in each backward. False takes longer
-            but needs less memory. Default: None (True, unless ``zero=3`` and only False stays within
-            ``memory_limit_bytes``).
+            If False and ``zero=3``, a step frees the weights of a stage while other stages of the same rank run, and
+            gathers the weights again. For modules that ``wrap=`` shards with ``fully_shard``, True also reduces the
+            gradients only once, and False leaves both decisions to the FSDP flags of the modules. The default FSDP
+            flags gather the weights in each forward and backward of a micro-batch, and reduce the gradients in each
+            backward. False takes longer but needs less memory. Default: None (True, unless ``zero=3`` and only False
+            stays within ``memory_limit_bytes``).
 
     Raises:
         InputError: zero is unknown.

@@ -113,7 +113,8 @@ class Pipeline(SavingInterface):
             state_dict, or safetensors files or their folder. Default: "reset".
         wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: ``stage_module`` itself, changed in place
             (for example by ``fully_shard``), or a module that contains it. Default: no wrapping.
-        compile: True to compile layers with torch.compile, or a dict of keyword arguments for it. Default: False.
+        compile: True to compile layers with torch.compile, or a dict of keyword arguments for torch.compile. Default:
+            False.
         plan: a Plan to run; replaces schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
         numerics: how batches are split, losses weighted and gradients clipped, such as
@@ -344,9 +345,10 @@ class Pipeline(SavingInterface):
         as well. Under a mesh ``step()`` does not wait for the loss; reading its value does.
 
         With an asynchronous schedule, ``step()`` starts the step and returns the loss of the previous step (the first
-        call returns the loss of its own step). That loss is a mean over the rows of its step; the loss of each row is
-        computed with the weights that were current during the row's forward. Exceptions can be raised later, by the
-        next step or by ``flush``. The steps in progress are then discarded, but updates already made are kept.
+        call returns the loss of its own step). The returned loss is a mean over the rows of the step; the loss of each
+        row is computed with the weights that were current during the row's forward. The next step or ``flush`` may
+        raise an exception of an earlier step. The steps in progress are then discarded, but updates already made are
+        kept.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
@@ -374,8 +376,8 @@ class Pipeline(SavingInterface):
             MemoryLimitError: micro-batches have more rows than planned, and a rank would exceed its memory limit.
             ExecutionError: the pipeline is closed, or a rank of the mesh failed, which ends the pipeline on all ranks.
             Exception: any exception that a layer raises, with a note that names the stage, micro-batch and rank. In one
-                process the pipeline remains usable once you have cleared the gradients. With ``optimizer=`` they are
-                already cleared, but some stages may have been updated.
+                process the pipeline remains usable once you have cleared the gradients. With ``optimizer=`` the
+                gradients are already cleared, but some stages may have been updated.
 
         """
         given = GivenBatch(args, kwargs, target, microbatches)
@@ -556,9 +558,9 @@ class Pipeline(SavingInterface):
     def flush(self) -> torch.Tensor | None:
         """Finish all steps that an asynchronous schedule has in progress, including all their updates.
 
-        Call this before you change the model, an optimizer or a learning rate scheduler directly. The pipeline's
-        methods that read or change weights, state or mode call it themselves, as do ``evaluate``, ``forward`` and
-        ``close``. The next step uses the weights as they are when it starts.
+        Call this method before you change the model, an optimizer or a learning rate scheduler directly. Other methods
+        of the pipeline call ``flush`` themselves: ``evaluate``, ``forward``, ``close``, and all methods that read or
+        change weights, state or mode. The next step uses the weights that are current when the step starts.
 
         Returns:
             The loss of the last step; None if no step is in progress, and always None with a synchronous schedule.
@@ -602,8 +604,8 @@ class Pipeline(SavingInterface):
         device is of another type, move the state yourself.
 
         Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
-        rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits given to
-        Pipeline still hold. The new cut is used if its predicted step is shorter by more than 3 % and by more than
+        rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits that you passed
+        to Pipeline still apply. The new cut is used if its predicted step is shorter by more than 3 % and by more than
         twice the variation between the measured steps.
 
         Args:
@@ -614,7 +616,7 @@ class Pipeline(SavingInterface):
                 changed. Default: False.
 
         Returns:
-            The outcome. Print it to see which layers moved, or why the old plan was kept.
+            The outcome. Print the outcome to see which layers moved, or why the old plan was kept.
 
         Raises:
             InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
@@ -681,7 +683,7 @@ class Pipeline(SavingInterface):
 
     @property
     def trace(self) -> Trace:
-        """The measured trace of the last step. On a GPU, reading it waits for the step to end.
+        """The measured trace of the last step. On a GPU, reading this property waits for the step to end.
 
         Under a mesh the trace holds only this rank's actions; ``gather_trace()`` returns the actions of all ranks. For
         an asynchronous schedule the trace holds the steps since the last flush, at most the last six; micro-batches
@@ -837,10 +839,10 @@ class Pipeline(SavingInterface):
     # ---- closing ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.
+        """Finish all steps in progress, and stop the ranks.
 
-        The model keeps its weights. Under a mesh the model lacks the weights that other ranks trained; see
-        ``gather_model``.
+        Deleting the pipeline stops the ranks without finishing the steps. The model keeps its weights. Under a mesh the
+        model lacks the weights that other ranks trained; see ``gather_model``.
         """
         host = self._running.host
         failed = isinstance(host, MeshRanks) and host.executor.closed

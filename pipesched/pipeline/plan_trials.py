@@ -1,4 +1,4 @@
-"""Plan trials: run plans of a model for a few steps each, without changing the model."""
+"""Plan trials: runs each of several plans of a model for a few steps, without changing the model."""
 
 import copy
 import time
@@ -29,9 +29,9 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the maximum number of turns per plan; turns are short, because other programs slow a machine for seconds
+_ROUNDS = 10  # the maximum number of turns per plan; turns are short, so a slowdown of the machine affects all plans
 _STEPS = 2  # measured steps per turn, after one warm-up step
-_LEAST_ROUNDS = 4  # the minimum number of turns per plan to decide that further turns would not change the result
+_LEAST_ROUNDS = 4  # the minimum number of turns per plan before the trials may end because the result is clear
 _ENOUGH_S = 7.0  # another round of turns starts only if it will probably end within this number of seconds
 
 
@@ -56,7 +56,7 @@ class Trial:
 
         Args:
             plans: the plans to run.
-            told: a function that is called each time a plan has run a few steps. Its argument is the progress, a number
+            told: a function that is called each time a plan has run a few steps. The argument is the progress, a number
                 from 0 to 1. The trials may end before the progress reaches 1.
 
         """
@@ -150,7 +150,7 @@ def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[N
 
     """
     copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
-    stand_ins: dict[int, Tensor] = {}  # by id of the original, so that tied tensors stay tied
+    stand_ins: dict[int, Tensor] = {}  # keyed by the id of the original, so that tied tensors stay tied
     with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
         for module in model.modules():
             tensors = [
@@ -176,7 +176,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _own_loss(output: Any, _: Any) -> Tensor:
-    """Return the model's own loss or, without one, the sum of the model's outputs."""
+    """Return the model's own loss or, if the model has no loss, the sum of the model's outputs."""
     loss = loss_entry(output)
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

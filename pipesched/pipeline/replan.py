@@ -41,8 +41,8 @@ from pipesched.user_warning import warn
 __all__ = ["Replanner"]
 
 _FEWEST = 3  # the number of measured steps required to search for a better cut
-_EFFORT = 200_000  # the number of simulated actions after which the search for better boundaries ends
-_COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
+_EFFORT = 200_000  # the search for better boundaries ends after this number of simulated actions
+_COPIED = 1 << 22  # the size in bytes of the test copy that measures the speed between two devices
 
 
 class _Place(NamedTuple):
@@ -58,7 +58,7 @@ class Replanner:
     Args:
         running: the running plan; the Replanner replaces its contents.
         book: the known costs of layers and devices.
-        history: the last steps.
+        history: the traces of the last steps.
         roots: the model and the loss module, keyed by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
@@ -93,7 +93,7 @@ class Replanner:
         self._running.flush()
 
     def apply(self, plan: Plan) -> Replanned:
-        """Switch to the given plan."""
+        """Switch to a plan, and return the outcome."""
         names = list(self._spec.layers)
         request = PlanRequest().pinned(plan, names)
         programs = checked_programs(request, self._running.host, self._spec)
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Search for a better cut, using the measured times of the last steps. Switch to it if this saves enough time.
+        """Search for a better cut, based on the times of the last steps. Switch to the new cut if it saves enough time.
 
         Args:
             steps_left: the number of steps still to run; None if unknown.
@@ -167,7 +167,7 @@ class Replanner:
     def _refine(self, programs: ProgramFactory, stage_cut: StageCut, update_s: float) -> None:
         """Move the stage boundaries in ``stage_cut`` wherever that shortens the predicted step.
 
-        Starts from the given cut or the running one, whichever has the shorter predicted step.
+        Starts from the cut in ``stage_cut`` or from the running cut, whichever has the shorter predicted step.
         """
         pins = self._asked
         left = _EFFORT
@@ -239,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return, for each parameter and buffer, its device and the number of bytes to copy if it changes devices."""
+        """Return, for each parameter and buffer, its device and the number of bytes to copy if the device changes."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}

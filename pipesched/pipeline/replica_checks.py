@@ -1,4 +1,4 @@
-"""Replica checks: raise an error or warn if the replicas of a model would not stay equal."""
+"""Replica checks: check that the replicas of a model stay equal, and raise an error or warn if they would not."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class NeedsOwnWeights(NamedTuple):
     name: str
     reason: str
     remedy: str
-    #: Whether frozen weights must belong to the stage, too.
+    #: Whether the option also forbids the use of frozen weights of other stages.
     frozen: bool
 
 
@@ -50,13 +50,13 @@ def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: Batch
     """Check that replicas of a model end every step with equal weights and running statistics.
 
     Raises ScheduleError if the program updates weights before its last backward, and InputError if the
-    running statistics of each replica would include only its own rows.
+    running statistics of a replica would include only the rows of that replica.
     """
     program = programs.full.plain
     if program.has_updates:
         raise ScheduleError(
             f"with replicas, a step must update the weights once, after its last backward, because gradients are first "
-            f"summed across the replicas; {program.name!r} updates weights before that; choose a synchronous schedule, "
+            f"summed across the replicas; {program.name!r} updates weights earlier; choose a synchronous schedule, "
             f"such as 1f1b, or a mesh without replicas"
         )
     names = [name for name, module in model.named_modules() if _normalises(module)]
@@ -86,10 +86,11 @@ def check_own_weights(
         cut: the layers of each stage.
         placement: the rank of each stage.
         stage_of: maps a parameter to the stage that holds it; None for a parameter of a loss module.
-        tied: parameters that several layers use. Other rules apply to them.
+        tied: the parameters that several layers use. The check of an nn.Sequential skips these parameters.
 
     Raises:
-        GraphError: a layer of a captured model has used such a weight, or a layer of an nn.Sequential refers to one.
+        GraphError: a layer of a captured model used such a weight, or a layer of an nn.Sequential refers to such a
+            weight.
 
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -126,7 +127,7 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
         does = (
             "updates weights while micro-batches are in flight"
             if program.has_updates
-            else "adds them in a different order"
+            else "adds gradients in a different order"
         )
         raise ScheduleError(
             f"{rule} a program that adds gradients in ascending order of micro-batches and updates the weights once; "

@@ -26,7 +26,7 @@ from pipesched.units import counted
 
 __all__ = ["RunningPlan"]
 
-_REMEMBERED = 6  # measured steps that are kept for the next prediction
+_REMEMBERED = 6  # the number of measured steps that are kept for the next prediction
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class RunningPlan:
     assembly: Assembly
     splitter: Splitter
     seed: int  #: the seed of all random numbers
-    updates: bool  #: whether ``optimizer=`` makes the updates part of a step
+    updates: bool  #: whether a step updates the weights, because the user passed ``optimizer=``
     stream: Stream | None = None  #: the steps of an asynchronous schedule that are under way
     step: int = 0  #: the number of steps that have started
     last_programs: StepPrograms | None = None  #: the programs of the last synchronous step

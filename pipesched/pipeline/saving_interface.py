@@ -45,7 +45,7 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run. Resuming it, under any plan, gives results bit-identical to those of a run that never stopped.
+        """Save the run. A run resumed under any plan gives results bit-identical to those of a run that never stopped.
 
         ::
 
@@ -73,8 +73,8 @@ class SavingInterface(ModuleInterface):
 
         Raises:
             InputError: an argument is wrong.
-            CheckpointError: something cannot be saved or differs between replicas, or writing failed. Every rank raises
-                this error.
+            CheckpointError: a value cannot be saved, a value differs between replicas, or writing failed. Every rank
+                raises this error.
 
         """
         with self._whole_weights("save"):
@@ -101,14 +101,14 @@ class SavingInterface(ModuleInterface):
                 ...
 
         Weights, buffers and optimizer states are loaded by name. The number of steps and the seed are set to the
-        saved values, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
-        Under a mesh, every rank must call this method; each rank reads only the files that it needs. The number of
-        replicas can change if the total number of micro-batches in all replicas stays the same; the resumed run then
-        differs in rounding, and a warning says so. ``zero=`` can change, too.
+        saved values, and gradients are cleared. If any part of the checkpoint does not fit, nothing changes. Under a
+        mesh, every rank must call this method; each rank reads only the files that it needs. The number of replicas can
+        change if the total number of micro-batches in all replicas stays the same; the resumed run then differs in
+        rounding, and a warning says so. ``zero=`` can change, too.
 
         Args:
-            path: the folder of a checkpoint, or a folder that contains several (see ``keep`` of ``save``); then the
-                newest undamaged checkpoint is loaded.
+            path: the folder of a checkpoint, or a folder with several checkpoints (see ``keep`` of ``save``). Of
+                several checkpoints, ``load`` uses the newest undamaged one.
             optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers. It must be of the
                 same class as the saved optimizer. Each group gets the options that were saved for its parameters.
             scheduler: a learning rate scheduler, a list of schedulers, or a dict of schedulers keyed by stage.
@@ -150,7 +150,7 @@ class SavingInterface(ModuleInterface):
             next step.
 
         Raises:
-            CheckpointError: something cannot be saved.
+            CheckpointError: a value cannot be saved.
 
         """
         with self._whole_weights("training_state"):
@@ -304,7 +304,7 @@ class SavingInterface(ModuleInterface):
         if self._numerics.reduction_order == "tree":
             settings["reduction_order"] = "tree"
         if assembly.zero >= 2 and self._numerics.clip_grad_norm is not None:
-            settings["num_shards"] = num_replicas  # clipping combines a gradient's norm from this many parts
+            settings["num_shards"] = num_replicas  # clipping computes the gradient norm from this many norms
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
 
 

@@ -37,7 +37,7 @@ class StepHistory:
             return None
         trace = self.trace_of([running.runs[-1]])
         if running.assembly.programs.streams or not isinstance(running.host, ThreadRanks):
-            return trace  # the trace is incomplete: part of a stream of steps, or one rank of several
+            return trace  # the trace is incomplete: it has part of a stream of steps, or one of several ranks
         return self._with_bound(trace)
 
     def gather_trace(self) -> Trace | None:
@@ -84,7 +84,7 @@ class StepHistory:
     def predicted(self) -> Trace:
         """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
-            self._running.flush()  # the layers are measured next, and no step may be running then
+            self._running.flush()  # no step may run while the layers are measured
         programs = self._running.assembly.programs
         return simulate(programs.full.timed, self.costs or self._book.expected_costs(programs, self._running.cut))
 
@@ -103,9 +103,9 @@ class StepHistory:
 
     @property
     def _earlier(self) -> list[Timeline]:
-        """The steps before the last step, for the prediction.
+        """The timelines of the steps before the last step, for the prediction.
 
-        The first step is left out if there are others, because it includes warm-up. The list is empty under a mesh,
+        The first step includes warm-up, so it is left out if there are other steps. The list is empty under a mesh,
         because this process has measured only its own rank.
         """
         earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []

@@ -28,19 +28,20 @@ class StepFigures:
     """The times and the loss of one step, as logged."""
 
     step: int
-    step_s: float  #: the measured makespan, in seconds
+    step_s: float  #: the measured step time in seconds
     bubble_ratio: float
-    busy: tuple[float, ...]  #: the fraction of the makespan in which each rank computes
-    loss: float | None = None  #: None if unknown
-    predicted_s: float | None = None  #: the predicted makespan, in seconds; None if unknown
-    #: Seconds from one step to the next, including all other code of the training loop; None if unknown.
+    busy: tuple[float, ...]  #: for each rank, the fraction of the makespan in which the rank computes
+    loss: float | None = None  #: the loss of the step; None if unknown
+    predicted_s: float | None = None  #: the predicted step time in seconds; None if unknown
+    #: The mean time in seconds from one step to the next, including all other code of the training loop. None in the
+    #: first logged step.
     whole_s: float | None = None
-    tokens_per_s: float | None = None  #: None unless the log was given the number of tokens
-    metrics: Mapping[str, float] = field(default_factory=dict)  #: ``pipe.metrics``
+    tokens_per_s: float | None = None  #: None without ``tokens=``, and in the first logged step
+    metrics: Mapping[str, float] = field(default_factory=dict)  #: the values of ``pipe.metrics``
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The values keyed by TensorBoard tag, such as ``pipesched/step_s``; unknown values are left out."""
+        """The logged values, keyed by TensorBoard tag such as ``pipesched/step_s``; unknown values are left out."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy", "metrics")}
         named |= {f"metrics/{name}": value for name, value in self.metrics.items()}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
@@ -63,7 +64,7 @@ class StepFigures:
 
 
 class StepLog:
-    """Logs training steps: prints a line for each, and writes scalars for TensorBoard.
+    """Logs training steps: prints a line for each step, and writes scalars for TensorBoard.
 
     ::
 
@@ -71,9 +72,9 @@ class StepLog:
         for x, y in loader:
             log(pipe.step(x, target=y))
 
-    Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
-    logged add no overhead. Under a mesh, every rank must call the StepLog, and rank 0 logs the times of all ranks of
-    its replica.
+    For each logged step, the StepLog reads the measured trace and simulates a step for comparison. On a GPU, reading
+    the trace waits for the step to end. Steps that are not logged add no overhead. Under a mesh, every rank must call
+    the StepLog, and rank 0 logs the times of all ranks of its replica.
 
     Args:
         pipe: the pipeline to log.
@@ -117,10 +118,10 @@ class StepLog:
         self._tokens = tokens
         self._show = show
         self._calls = 0
-        self._last: tuple[int, float] | None = None  # the number of calls when a step was last logged, and the time
+        self._last: tuple[int, float] | None = None  # (number of calls, time in s) at the last logged step
 
     def __call__(self, loss: Any = None, *, step: int | None = None) -> StepFigures | None:
-        """Log a step, right after it has run.
+        """Log the step that has just run.
 
         Args:
             loss: the loss of the step, a number or a tensor. Default: None (no loss is logged).

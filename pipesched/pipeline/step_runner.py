@@ -47,7 +47,7 @@ class StepRunner:
         running: the running plan.
         model: the user's model.
         num_inputs: the number of positional arguments in the sample.
-        has_loss_fn: whether there is a loss function, which needs a target.
+        has_loss_fn: whether the pipeline has a loss function. A loss function needs a target.
         guard: the StaleGuard, which refuses calls that would use stale weights.
         memory: the MemoryForecast, which checks batches against the memory limits.
         orders: the UnevenOrders, which chooses the programs of a step.
@@ -77,13 +77,13 @@ class StepRunner:
         self._orders = orders
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
-        #: Returns the loss weights of all replicas; None if there is one replica.
+        #: A function that returns the loss weights of all replicas; None if there is only one replica.
         self._across = None if running.host.sums is None else self._weights_across
-        #: The named scalars of the last step or evaluation; ``metrics.last`` is a dict.
+        #: The named scalars of the last step or evaluation. ``metrics.last`` returns them as a dict.
         self.metrics = StepMetrics()
 
     def step(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
-        """Run a step, and return the result of ``Pipeline.step``. ``wanted`` holds return_outputs and gather."""
+        """Run a step, and return the result of ``Pipeline.step``. ``wanted`` has the keys return_outputs and gather."""
         running = self._running
 
         def make() -> StepCall:
@@ -161,7 +161,7 @@ class StepRunner:
         return self._result(call, self._infer(call, metrics))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
-        """Run the forward of every micro-batch.
+        """Run the forward of every micro-batch, and return the output.
 
         In training mode with gradients enabled, the output can be differentiated.
         """
@@ -189,7 +189,7 @@ class StepRunner:
         return self._differentiable(call, host)
 
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
-        """Run the forward passes now. The backward passes run when the caller differentiates the output."""
+        """Run the forward passes, and return the output. Differentiating the output runs the backward passes."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
@@ -216,7 +216,7 @@ class StepRunner:
     def _called(self, method: str, given: GivenBatch, make: Callable[[], StepCall]) -> StepCall:
         """Check that the method may run, and return the StepCall of this process.
 
-        The call's inputs come from rank 0 if none were passed in this process.
+        If the caller passed no inputs in this process, the inputs come from rank 0.
         """
         assembly = self._running.assembly
         host = self._running.host
@@ -324,7 +324,7 @@ class StepRunner:
     ) -> RunSpec:
         """Return a RunSpec that runs a lowered program over these stages.
 
-        ``uses`` holds the weight versions that each stage uses.
+        ``uses`` maps each stage to the weight versions that the stage uses.
         """
         copies = self._running.assembly.copies
 

@@ -39,7 +39,7 @@ from pipesched.user_warning import warn
 __all__ = ["tune"]
 
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
-_CONFIRMED = 3  # the default number of plans that run
+_CONFIRMED = 3  # the default number of plans in trial runs
 _PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
@@ -83,16 +83,17 @@ def tune(
         print(plan.explain())
         pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"], plan=plan)
 
-    The model's layers are measured with the sample, or a Profile gives their costs. Given a model and devices, the
-    plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps. No
-    further round starts if it would probably end more than seven seconds after the start of the first one. The measured
-    times correct the layer costs, and the search runs once more with the corrected costs. The plan with the shortest
-    measured step is returned. If several plans are equally fast within noise, the one with the shortest expected step
-    is returned: a mean of the predicted and the measured step. ``Plan.alternatives`` lists the other plans with their
-    predicted and measured times. Without trial runs, identical profiles give identical plans.
+    tune measures the model's layers with the sample, or reads the layers' costs from a Profile, and searches for plans.
+    If you pass a model and devices, the plans with the shortest predicted steps then run on these devices, in up to ten
+    rounds. In each round, every plan runs three steps. No further round starts if it would probably end more than seven
+    seconds after the start of the first round. tune then corrects the layer costs with the measured times, searches
+    once more with the corrected costs, and returns the plan with the shortest measured step. If several plans are
+    equally fast within noise, tune returns the plan with the shortest expected step time, which is a mean of the
+    predicted and the measured step time. ``Plan.alternatives`` lists the other plans with their predicted and measured
+    times. Without trial runs, identical profiles give identical plans.
 
-    Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks but not
-    parameter hooks. Only schedules that leave the results of training unchanged are considered. The number of
+    Trial runs leave weights, buffers, gradients and random state unchanged. Trial runs call module hooks but not
+    parameter hooks. The search considers only schedules that leave the results of training unchanged. The number of
     micro-batches changes the results of BatchNorm and of losses that compare rows: pass num_microbatches for such
     models.
 
@@ -106,9 +107,9 @@ def tune(
         batch_size: the number of rows in a step.
         memory_limit_bytes: the maximum number of bytes that a rank may hold: one number for all ranks, or one per rank.
             Default: None (no limit).
-        schedule: the schedule to use. If you have set its number of chunks per rank with ``with_options``, the search
-            keeps this number. The search also keeps the ``max_in_flight`` and the ``placement`` of `searched`.
-            Default: "auto" (chosen by the search).
+        schedule: the schedule to use. If you have set the schedule's number of chunks per rank with ``with_options``,
+            the search keeps this number. The search also keeps the options ``max_in_flight`` and ``placement`` of
+            `searched`. Default: "auto" (chosen by the search).
         num_stages: the number of stages. Default: chosen by the search.
         num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
             within the measured range.
@@ -119,29 +120,29 @@ def tune(
         all_ranks: whether the plan must use every rank. Default: False (it may use fewer).
         ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
             "threads".
-        profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
-        loss_fn: the loss, as for Pipeline, measured and run with the target. Default: the model's own loss,
-            or the sum of the model's outputs.
+        profile: the layers' costs: a Profile, or the path of a saved Profile. Default: None (the layers are measured).
+        loss_fn: the loss function, as for Pipeline. Measurements and trial runs call it with the target. Default: the
+            model's own loss, or the sum of the model's outputs.
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
-            Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
+            Default: "auto", which means True if the profile has a ``host_bytes_per_s`` and the devices are not CPUs.
         effort: the maximum number of actions that a search simulates. For the schedule ``searched``, the search for an
             order of actions may simulate three times as many. Default: 3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
-            batch_size counts the rows of all replicas, and num_microbatches the micro-batches of one replica.
+            batch_size counts the rows of all replicas; num_microbatches counts the micro-batches of one replica.
             Default: None (one pipeline).
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
-            fastest of 0, 2 and 3 that stays within the memory limit; with 3, weights are gathered before each use.
-        confirm: the number of plans to run, namely those with the shortest predicted steps. Default: 3 for a model with
-            devices or a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on
-            the CPU.
+            fastest of 0, 2 and 3 that stays within the memory limit; with 3, a step gathers weights before each use.
+        confirm: the number of plans in trial runs. tune runs the plans with the shortest predicted steps. Default: 3
+            for a model with devices or a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine
+            has them, else on the CPU.
         prove: let a solver prove a lower bound on the step time of the plan's stages, for all orders of actions that
-            keep the results bit-identical. If the solver's order is at least 0.5 % faster and fits in memory, this
-            order is used, although it has not run in a trial. The proof takes up to about a minute, and needs the extra
-            ``solver`` (``pip install 'pipesched[solver]'``). Default: False.
+            keep the results bit-identical. If the solver finds an order that is at least 0.5 % faster and fits in
+            memory, the plan uses this order, although the order has not run in a trial. The proof takes up to about a
+            minute, and needs the extra ``solver`` (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:
@@ -184,8 +185,8 @@ def tune(
     def decide(run: Run) -> Plan:
         options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers, "device": places[0]}
         if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
-            options["rows"] = [-(-batch_size // num_microbatches)]  # no other size is needed
-        options["thorough"] = not count  # runs of plans correct the costs
+            options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
+        options["thorough"] = not count  # quick measurements suffice if trial runs correct the costs
         known = _profile(model, sample, profile, loss_fn, target, options)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)
@@ -255,7 +256,7 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
 
 
 def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None) -> None:
-    """Raise InputError if ``zero`` is set without ``axes``, or ``axes`` with ``confirm`` or without ``num_ranks``."""
+    """Raise InputError for ``zero`` without ``axes``, and for ``axes`` with ``confirm`` or without ``num_ranks``."""
     if axes is None and zero != "auto":
         raise InputError(
             f"zero= splits optimizer states across replicas; got zero={zero!r} without axes=; pass axes='auto', or "
@@ -278,19 +279,19 @@ def _check_effort(effort: Any, axes: Any) -> None:
         )
     if effort is not None and axes is not None:
         raise InputError(
-            f"effort= limits a single search, but axes= starts one for each division of the ranks; got "
+            f"effort= limits a single search, but axes= starts a search for each division of the ranks; got "
             f"effort={effort!r} with axes={shown(axes)}; leave one of them out"
         )
 
 
 def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
-    """Return the number of plans to run. Raises InputError if none can be run as requested.
+    """Return the number of plans in trial runs. Raises InputError if the requested plans cannot run.
 
     Args:
-        confirm: the number that the user passed; None for the default.
+        confirm: the argument ``confirm`` of tune; None for the default.
         model: the user's model; None if only a profile was given.
         known: whether the devices are known from devices= or mesh=.
-        here: whether this process can run all ranks.
+        here: whether all ranks can run now, in this process or over a mesh.
 
     """
     if confirm is None:

@@ -55,9 +55,9 @@ class UnevenOrders:
 
 
 def _largest(replicas: Sequence[Sequence[tuple[int, int]]]) -> tuple[Size, ...]:
-    """Return, for each micro-batch, its largest size in any replica. All replicas run the same program.
+    """Return the largest size of each micro-batch over all replicas, because all replicas run the same program.
 
-    The result is empty if a replica's caller did not cut its batch.
+    The result is empty if the caller of at least one replica did not cut the batch into micro-batches.
     """
     if not all(replicas):
         return ()

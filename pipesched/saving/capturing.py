@@ -24,7 +24,7 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
     The tensors in the part share memory with the run's tensors.
 
     Raises:
-        CheckpointError: something cannot be saved, or differs between replicas; the error names it.
+        CheckpointError: a value cannot be saved, or differs between replicas; the error names the value.
         InputError: an argument is invalid.
 
     """

@@ -15,13 +15,13 @@ class Rows(NamedTuple):
     """A range of rows, that is, of indexes into a tensor's first dimension."""
 
     start: int
-    #: The row after the last.
+    #: The index after the last row.
     end: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A piece of a tensor in one file."""
+    """A piece of a tensor, stored in one file."""
 
     #: The name of the file in the data folder.
     file: str

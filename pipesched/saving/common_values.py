@@ -1,4 +1,4 @@
-"""Common values: values that several processes hold. Each value must be identical in all of them and is saved once."""
+"""Common values: values that several processes hold. They must be identical in all processes, and are saved once."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class Encoded:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each tensor and plain value inside the value, keyed by path."""
+        """Return the digests of all tensors and plain values inside the encoded value, keyed by path."""
         return dict(self._digests(self.value, ""))
 
     def _digests(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -54,7 +54,9 @@ def encode(value: Any, prefix: str) -> Encoded:
 
 
 def kept_here(host: RankHost, rank: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
-    """Return the names of the values that this process saves: the first process that has a value saves it. Collective.
+    """Return the names of the values that this process saves. Collective.
+
+    If several processes have a value, the first of these processes saves the value.
 
     Args:
         host: the RankHost that runs the ranks of this process.
@@ -64,7 +66,7 @@ def kept_here(host: RankHost, rank: int, what: str, items: Mapping[str, Encoded]
         everywhere: whether every process must have every value.
 
     Raises:
-        CheckpointError: a value differs between processes of a replica. All processes raise it.
+        CheckpointError: a value differs between processes of a replica. All processes raise this error.
 
     """
     digests = host.gathered({name: item.digests() for name, item in items.items()})

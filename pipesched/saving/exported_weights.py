@@ -31,10 +31,10 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
             ``state_dict``.
         model: the model. Its configuration is also saved if the configuration has a ``save_pretrained`` method.
         host: the RankHost that runs the ranks of this process.
-        process: the number of this process.
+        process: the index of this process.
 
     Raises:
-        CheckpointError: writing failed. All processes raise it.
+        CheckpointError: writing failed. All processes raise this error.
 
     """
 

@@ -35,7 +35,7 @@ class _Leaf:
 
 
 class _ExtraEncoder(Encoder):
-    """Encodes values. ``leaves`` collects the tensors with the name and shape of one of the model's tensors."""
+    """Encodes values, and collects in ``leaves`` the tensors with the name and shape of one of the model's tensors."""
 
     def __init__(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(prefix)
@@ -101,7 +101,7 @@ def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> Non
 
 
 def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
-    """Return the leaves that this process saves, each as (object, path, key).
+    """Return the leaves that this process saves, each as (name of the object, path, key).
 
     The owner of a parameter or buffer saves the leaf of that name. If the owner does not have the leaf, the first
     process that has the leaf saves it.
@@ -152,8 +152,8 @@ class ExtraChanges:
     def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
         """Return the leaves of an object that this process needs, as (path, key in the object's state, tensor key).
 
-        These are the leaves that the object has now. If the object has none, they are the leaves with the names of this
-        process's parameters and buffers.
+        These are the leaves that the object has now. If the object has no leaves, these are the leaves with the names
+        of this process's parameters and buffers.
         """
         now = None if value is None or not callable(getattr(value, "state_dict", None)) else value.state_dict()
         needed = []

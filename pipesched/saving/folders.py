@@ -34,7 +34,7 @@ _TEMPORARY = ".tmp"
 
 
 def folder_for(path: Path, step: int, keep: int | None) -> Path:
-    """Return the folder of a new checkpoint: ``path`` or, if ``keep`` is given, a folder in it named after the step.
+    """Return the folder of a new checkpoint: ``path`` or, with ``keep``, a folder in ``path`` named after the step.
 
     Raises InputError if ``path`` holds checkpoints saved with ``keep`` but ``keep`` is None, or vice versa.
     """
@@ -85,7 +85,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk, and rename it. Readers never see part of the file."""
+    """Write a file under a temporary name, flush it to the disk, and rename it. Readers never see a partial file."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -112,7 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Replace a folder's manifest with one that names the new data, and remove the old data."""
+    """Replace a checkpoint's manifest with ``manifest``, which names the new data, and remove the old data."""
     for name in manifest.files:
         manifest.check_size(folder, name)
     sync_folder(folder / manifest.data)
@@ -142,7 +142,7 @@ def _is_complete(folder: Path) -> bool:
         return False
     except MissingCheckpointError:
         return False
-    except CheckpointError:  # written by another version
+    except CheckpointError:  # another version of pipesched wrote this checkpoint
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Live run: this process's part of a running pipeline's state, from which checkpoints are made."""
+"""Live run: this process's part of a running pipeline's state, from which a checkpoint is made."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class LiveRun:
     shapes: Mapping[str, tuple[int, ...]]
     #: The names of all parameters of the model.
     parameter_names: Collection[str]
-    #: The non-persistent buffers, which the model's state_dict leaves out. A saved buffer can have another shape.
+    #: The non-persistent buffers, which the model's state_dict leaves out. The saved shape of such a buffer may differ.
     caches: Collection[str]
     #: The names of all parameters of the model, keyed by the id of the parameter.
     names: Mapping[int, str]
@@ -49,7 +49,7 @@ class LiveRun:
     modules: Mapping[str, nn.Module]
     #: The optimizers made by ``optimizer=``, keyed by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
-    #: The updates that are divided among the replicas, keyed by stage; empty with ``zero=0``.
+    #: The updates that are split across replicas, keyed by stage; empty with ``zero=0``.
     divided: Mapping[int, ShardedUpdate]
     #: The option ``zero`` of the pipeline.
     zero: int

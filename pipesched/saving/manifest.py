@@ -1,4 +1,4 @@
-"""Manifest: the file that lists every file and tensor of a checkpoint. It contains a digest of its own content.
+"""Manifest: the file that lists every file and tensor of a checkpoint, with a digest of the manifest's content.
 
 A checkpoint is a folder with ``manifest.json`` and one data folder. Each process that saves writes two files to
 the data folder: one with tensors (``part-00000.safetensors``) and one with other values (``part-00000.json``). Nothing
@@ -26,7 +26,7 @@ _WHOLE, _CHUNKED = 1, 2  # versions of the format
 #: The kinds of stored tensors.
 KINDS = ("parameter", "buffer", "module state", "optimizer state", "scheduler state", "extra state")
 _FORMAT = "pipesched checkpoint"
-_DEEPEST = 128  # levels of nesting in the JSON files; they contain the user's own nested values
+_DEEPEST = 128  # the maximum depth of nesting in the JSON files, which contain nested values of the user
 _BLOCK = 1 << 20
 
 
@@ -42,7 +42,7 @@ class FileEntry:
 class TensorEntry:
     """The manifest's entry for a stored tensor."""
 
-    #: One of `KINDS`.
+    #: The kind of tensor, one of `KINDS`.
     kind: str
     #: The name of the parameter, buffer, module, scheduler or extra object that the tensor belongs to.
     name: str
@@ -72,7 +72,7 @@ class TensorEntry:
         return replace(self, file=file)
 
     def pieces(self, rows: Rows | None = None) -> Iterator[tuple[Chunk, Rows | None]]:
-        """Yield each chunk that holds any of the tensor's rows in the range ``rows``, and the rows to read from it.
+        """Yield each chunk that holds any of the tensor's rows in the range ``rows``, and the chunk's rows to read.
 
         In ``rows`` and in the results, None means all rows. A tensor in one file is a single chunk.
         """
@@ -84,13 +84,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint."""
+    """The content of the manifest of a checkpoint."""
 
     pipesched: str
     torch: str
     #: The name of the data folder.
     data: str
-    #: The number of steps that the run had made.
+    #: The number of steps that the run had completed.
     step: int
     #: The seed of the run, in decimal digits.
     seed: str
@@ -174,7 +174,10 @@ class Manifest:
             raise _damaged(path, f"an entry is missing or wrong ({error})") from error
 
     def check_size(self, folder: Path, name: str) -> Path:
-        """Return the path of a data file. Raises DamagedCheckpointError if it is missing or has the wrong size."""
+        """Check the size of a data file, and return the file's path.
+
+        Raises DamagedCheckpointError if the file is missing or has the wrong size.
+        """
         path = folder / self.data / name
         entry = self.files[name]
         try:
@@ -205,7 +208,7 @@ def dumped(values: Any) -> bytes:
 
 
 def parsed(data: bytes, path: Path) -> Any:
-    """Parse the output of ``dumped``. Raises DamagedCheckpointError if it is not valid."""
+    """Parse the output of ``dumped``. Raises DamagedCheckpointError if the data is not valid."""
     try:
         return parse_json(data, _DEEPEST)
     except PipeschedError as error:

@@ -42,7 +42,7 @@ def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
 
 
 def model_name(key: str, names: Collection[str]) -> str | None:
-    """Return the name in ``names`` to which a state dict's key refers, or None if there is none.
+    """Return the name in ``names`` to which a state dict's key refers, or None if no name matches.
 
     The key may have wrapper prefixes.
     """

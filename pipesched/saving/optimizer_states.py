@@ -1,7 +1,7 @@
 """Optimizer states: the optimizer state and options of each parameter, keyed by the parameter's name.
 
 Because the states are keyed by name, they do not depend on how parameters are distributed among optimizers. When a
-checkpoint is loaded, each optimizer takes the states of its own parameters, or of its own rows of a parameter.
+checkpoint is loaded, each optimizer gets the states of its own parameters, or of its own rows of a parameter.
 """
 
 import json
@@ -64,18 +64,18 @@ class _Member:
     #: The index of the parameter group.
     group: int
     name: str
-    #: The optimizer's key for the state: the parameter, or this replica's rows of it. None if only other replicas
-    #: update the parameter.
+    #: The key in ``optimizer.state``: the parameter, or this replica's rows of the parameter. None if only other
+    #: replicas update the parameter.
     key: nn.Parameter | None
-    #: The rows that this replica updates; None if the parameter is not cut.
+    #: The rows that this replica updates; None if replicas do not split the rows of the parameter.
     rows: Rows | None = None
 
 
 def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[_Member]:
     """Yield the parameters of the model that an optimizer updates.
 
-    If replicas divide the update, also yields the parameters that only other replicas update. Skips the empty tensor
-    that ``pipe.parameters()`` yields on a rank without parameters.
+    If the update is split across replicas, also yields the parameters that only other replicas update. Skips the empty
+    tensor that ``pipe.parameters()`` yields on a rank without parameters.
     """
     update = run.division_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups] if update is None else update.groups
@@ -109,7 +109,7 @@ def _check_states(optimizer: Optimizer) -> None:
         what = "one state for all parameters" if not others else f"a state for {others[0]!r}, which is not a parameter"
         raise CheckpointError(
             f"an optimizer must keep a separate state for each parameter, so that another plan can distribute the "
-            f"states; {kind} has {what}; pass the optimizer in extra=, which can be loaded only on the same ranks"
+            f"states; {kind} has {what}; pass the optimizer in extra=, and load the checkpoint only on the same ranks"
         )
 
 
@@ -138,7 +138,7 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
         for member in _members(optimizer, run):
             name = member.name
             if name not in run.parameters or member.key is None:
-                continue  # another rank, or another replica, trains it
+                continue  # another rank or another replica trains this parameter
             if name in parameters or name in alone:
                 raise CheckpointError(
                     f"a parameter must be in only one optimizer; {name!r} is in two optimizers; remove it from one"
@@ -164,7 +164,7 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
 
 
 def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun) -> None:
-    """Add the states of this replica's rows of a parameter to ``own``, and its scalar states to ``common``.
+    """Add the states of this replica's rows of a parameter to ``own``, and the scalar states to ``common``.
 
     All replicas hold the same scalar states.
     """
@@ -231,7 +231,7 @@ class OptimizerChanges:
                 states = [(one, self._parameters.get(one.name, {}).get("state")) for one in own if one.key is not None]
                 self._changes.append(_Change(optimizer, group, options, states))
         self._check_all_taken(optimizers, taken, run)
-        #: The keys of the tensors that ``apply`` reads, and the rows that it needs (None: all).
+        #: Key of each tensor that ``apply`` reads -> the rows to read (None: all rows).
         self.needed: dict[str, Rows | None] = {}
         for change in self._changes:
             for member, state in change.states:
@@ -254,7 +254,7 @@ class OptimizerChanges:
         kind = type(optimizer).__qualname__
         for name in names:
             if name not in self._parameters and not run.parameters[name].requires_grad:
-                continue  # saved under a plan with a stage of frozen layers, which has no optimizer
+                continue  # this parameter was saved in a stage of frozen layers, without an optimizer
             if name not in self._parameters:
                 raise CheckpointError(
                     f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has no "

@@ -36,7 +36,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
 
 class OpenCheckpoint:
-    """A checkpoint that is being loaded. The constructor checks its manifest and values against their hashes.
+    """A checkpoint that is being loaded. The constructor checks the manifest and the values against their hashes.
 
     Args:
         folder: the folder of the checkpoint.

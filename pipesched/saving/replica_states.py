@@ -16,14 +16,14 @@ from pipesched.saving.together import agreed
 __all__ = ["check_equal_states", "fingerprint"]
 
 _COLUMNS = 4096
-_WORD = 8  # bytes
+_WORD = 8  # bytes per 64-bit word
 
 
 def check_equal_states(part: Part, host: RankHost) -> None:
     """Check that ranks that run the same stages in different replicas have identical checkpoint parts. Collective.
 
     Raises:
-        CheckpointError: a tensor or another value differs. All processes raise it.
+        CheckpointError: a tensor or another value differs. All processes raise this error.
 
     """
     if len(host.grid.rows) == 1:
@@ -36,10 +36,10 @@ def check_equal_states(part: Part, host: RankHost) -> None:
             name = next((name for name in {**first, **own} if first.get(name) != own.get(name)), None)
             if name is not None:
                 raise CheckpointError(
-                    f"replicas must have the same state, because a checkpoint holds the state of one; {name} differs "
-                    f"between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make it equal "
-                    f"on all replicas; if each replica needs a state of its own, such as that of a data loader, gather "
-                    f"the states on every rank and pass them in extra="
+                    f"replicas must have the same state, because a checkpoint holds the state of one replica; {name} "
+                    f"differs between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make "
+                    f"it equal on all replicas; if each replica needs its own state, such as that of a data loader, "
+                    f"gather the states on every rank and pass them in extra="
                 )
 
     agreed(host, compare)
@@ -58,7 +58,7 @@ def _fingerprints(part: Part) -> Iterator[tuple[str, str]]:
         yield f"{part.entries[key].kind} {key.partition('/')[2]!r}", fingerprint(tensor)
 
 
-#: Key of a part's values -> the name of one of its entries in messages.
+#: Key of a part's values -> the noun that error messages use for an entry under this key.
 _NAMES = {
     "modules": "module state",
     "groups": "group of the optimizers",
@@ -73,7 +73,7 @@ def fingerprint(tensor: Tensor) -> str:
     """Return a fingerprint of a tensor's dtype, shape and bits.
 
     The bits are arranged as a matrix of 64-bit words, whose row sums and column sums are hashed. The sums are computed
-    on the tensor's device, about as fast as it can read the tensor. Any change to a single word is detected.
+    on the tensor's device, about as fast as the device can read the tensor. Any change to a single word is detected.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel():

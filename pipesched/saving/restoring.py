@@ -38,7 +38,7 @@ class Restored:
     """The result of loading a checkpoint.
 
     Attributes:
-        step: the number of steps that the saved run had made.
+        step: the number of steps that the saved run had completed.
         seed: the seed of the saved run's random numbers.
         extra: the saved values of ``extra``, keyed by name. The value saved for an object is the object's state.
 
@@ -88,7 +88,7 @@ class Restoring:
         keys = {*self._tensors, *self._extra.keys}
         keys |= {key for _, value in self._modules for key in tensor_keys(value)}
         keys |= self._schedulers.keys if self._schedulers else set()
-        #: The keys of the tensors that this process needs to read, and the rows of each (None: all).
+        #: Key of each tensor that this process reads -> the rows to read (None: all rows).
         self.needed: dict[str, Rows | None] = dict.fromkeys(keys)
         self.needed |= self._optimizers.needed if self._optimizers else {}
         unknown = next((key for key in self.needed if key not in saved.entries), None)
@@ -118,7 +118,7 @@ class Restoring:
         return self._both("num_replicas")
 
     def _both(self, name: str) -> tuple[int, int]:
-        """The value of a setting in the saved run and in this run; 1 if a run does not have this setting."""
+        """Return the values of a setting in the saved run and in this run; 1 for a run without this setting."""
         return self._saved.facts.settings.get(name, 1), self._run.facts.settings.get(name, 1)
 
     def _remedy_of_microbatches(self, total: int) -> str:
@@ -177,7 +177,7 @@ class Restoring:
 
     @property
     def left(self) -> list[str]:
-        """The saved states for which no argument was passed."""
+        """Descriptions of the saved states for which no argument was passed to load."""
         left = []
         if "groups" in self._saved.values and self._optimizers is None and self._saved.values.get("parameters"):
             count = counted(len(self._saved.values["parameters"]), "parameter")

@@ -91,7 +91,7 @@ class Saver:
         self._work.start()
 
     def finish(self, run: LiveRun) -> None:
-        """Wait until an asynchronous save has ended in all processes. If it failed, all processes raise."""
+        """Wait until an asynchronous save has ended in all processes. If the save failed, all processes raise."""
         work, self._work = self._work, None
         if work is not None:
             together(run.host, work, self._hurry)
@@ -183,7 +183,7 @@ def _folders(path: Path, run: LiveRun) -> list[Path]:
 def _prepared(
     run: LiveRun, folder: Path, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
 ) -> tuple[OpenCheckpoint, Restoring]:
-    """Open a checkpoint in all processes; check that it is undamaged and fits the run."""
+    """Open a checkpoint in all processes, and check that the checkpoint is undamaged and fits the run."""
 
     def prepare() -> tuple[OpenCheckpoint, Restoring]:
         checkpoint = OpenCheckpoint(folder)
@@ -205,7 +205,7 @@ def _prepared(
 def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
     restoring.warn()
     states = in_all(run.host, lambda: restoring.extra_states(saved.read))
-    agreed(run.host, lambda: restoring.load_objects(states))  # first, because this user code may raise
+    agreed(run.host, lambda: restoring.load_objects(states))  # before apply(), because this user code may raise
 
     def apply() -> None:
         wait_for_devices(restoring.tensors)

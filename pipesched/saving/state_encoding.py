@@ -19,7 +19,7 @@ from pipesched.saving.tensor_files import bytes_of, dtype_name, dtype_of, from_b
 __all__ = ["Encoder", "at_path", "decoded", "tensor_keys"]
 
 _LARGEST = 2**63  # integers outside +-2**63 are written as text
-_DEEPEST = 24  # levels of nesting
+_DEEPEST = 24  # the maximum depth of nesting of a value
 _NUMBERS_OF_NUMPY = "biufc"
 
 #: Type of a value without parts -> function that encodes the value.
@@ -35,7 +35,8 @@ _ATOMS: dict[type, Callable[[Any], Any]] = {
 class Encoder:
     """Encodes values, and collects their tensors under unique keys that begin with ``prefix``.
 
-    A 0-d CPU tensor is written into the JSON instead. If ``inline`` is True, all tensors are written into the JSON.
+    0-d CPU tensors are not collected, but written into the JSON. If ``inline`` is True, all tensors are written into
+    the JSON.
     """
 
     def __init__(self, prefix: str, *, inline: bool = False) -> None:
@@ -46,7 +47,7 @@ class Encoder:
     def encoded(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
         """Return the value in a form that can be written as JSON.
 
-        Raises CheckpointError for a value that cannot be saved; the error names its path.
+        Raises CheckpointError for a value that cannot be saved; the error names the path of this value.
         """
         if len(path) > _DEEPEST:
             raise CheckpointError(

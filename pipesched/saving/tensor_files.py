@@ -1,7 +1,7 @@
 """Tensor files: writes and reads safetensors files, one tensor at a time.
 
-This module writes the files itself, so that a single pass over the tensors both writes and hashes them, at most one
-tensor is copied at a time, and other threads can run meanwhile. The safetensors library can read the files.
+This module does not use the safetensors library to write files, but that library can read the files. A single pass
+over the tensors both writes and hashes them, copies at most one tensor at a time, and lets other threads run.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _LENGTH = Struct("<Q")
-_ALIGNED = 8  # a header's length in bytes is a multiple of this
+_ALIGNED = 8  # the length of a header in bytes is a multiple of this number
 _LONGEST_HEADER = 1 << 32
 _CODES = {
     torch.float64: "F64",
@@ -52,7 +52,7 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-_BYTES = "U8"  # for dtypes that safetensors lacks; the manifest holds the dtype and the shape
+_BYTES = "U8"  # the code for dtypes that safetensors lacks; the manifest has the real dtype and shape
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     ordered = sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    )  # so that all tensors are aligned
+    )  # large elements first, so that all tensors are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, tensor in ordered:

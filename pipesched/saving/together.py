@@ -13,7 +13,7 @@ __all__ = ["Work", "agreed", "in_all", "together"]
 T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.5  # between two exchanges while work is under way
+_LONGEST_PAUSE_S = 0.5  # the longest pause between two exchanges of messages while work is under way
 #: The errors that all processes raise, most important first.
 _KINDS: dict[str, type[CheckpointError]] = {
     "damaged": DamagedCheckpointError,
@@ -120,7 +120,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Like ``agreed``, but ``make`` may take much longer in some processes than in others. Collective."""
+    """Return the result of ``make()``, as ``agreed`` does. ``make`` may take longer in some processes. Collective."""
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()

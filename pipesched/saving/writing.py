@@ -1,9 +1,9 @@
 """Writing: writes the files of a checkpoint in all processes, and then its manifest in the first process.
 
-Each writer writes a file of tensors and then a file of values, which shows that it has finished. The writers are the
-processes of replica 0, or all processes if replicas hold different states. The first process waits until the value
-files of all writers exist, and then replaces the manifest. Processes therefore exchange no messages while they write,
-and a save can continue during the next steps.
+Each writer writes a file of tensors and then a file of values. The file of values shows that the writer has finished.
+The writers are the processes of replica 0, or all processes if replicas hold different states. The first process waits
+until the value files of all writers exist, and then replaces the manifest. Processes therefore exchange no messages
+while they write, and a save can continue during the next steps.
 """
 
 import errno
@@ -32,8 +32,8 @@ __all__ = ["Target", "begin", "check_shared", "explained", "write"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
-_PATIENCE_S = 300.0  # longest wait during which no other process writes a byte
-_HURRIED_S = 10.0  # the same after the pipeline has failed
+_PATIENCE_S = 300.0  # the longest wait during which no other process writes a byte
+_HURRIED_S = 10.0  # the longest such wait after the pipeline has failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ class Target:
 
     #: The path that the user passed.
     path: Path
-    #: The folder of the checkpoint: the path itself, or with ``keep`` a folder in it named after the step.
+    #: The folder of the checkpoint: ``path`` or, with ``keep``, a folder in ``path`` named after the step.
     folder: Path
     #: The name of the data folder.
     data: str
     #: The number of checkpoints to keep; None to save to the path itself.
     keep: int | None
-    #: The number of this process, and the number of processes.
+    #: The index of this process, and the number of processes.
     process: int
     num_processes: int
-    #: The processes that write a part.
+    #: The indexes of the processes that write a part of the checkpoint.
     writers: tuple[int, ...]
 
     @property
@@ -89,8 +89,8 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
             the other processes.
 
     Raises:
-        CheckpointError: writing failed in this process; the first process also raises it if writing failed in another
-            process. The previous checkpoint is intact.
+        CheckpointError: writing failed in this process. The first process also raises this error if writing failed in
+            another process. The previous checkpoint is intact.
 
     """
     name = _name(target.process)
@@ -121,9 +121,9 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 
 
 def _is_replaceable(target: Target) -> bool:
-    """Return whether a failed save can delete its data, because the manifest does not refer to this data.
+    """Return whether a failed save may delete its data folder: True if the manifest does not refer to this folder.
 
-    A save can also fail after it has replaced the manifest. If the manifest cannot be read, return False.
+    A save can also fail after it has replaced the manifest. Returns False if the manifest cannot be read.
     """
     try:
         return Manifest.read(target.folder).data != target.data
@@ -160,7 +160,7 @@ def _report(target: Target, error: CheckpointError) -> None:
 
 
 def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
-    """Wait for the value files of all writers, and return the files' entries and contents, keyed by name.
+    """Wait for the value files of all writers, and return the files' entries and contents, keyed by file name.
 
     Raises CheckpointError if a process failed, or if no process has written anything for too long.
     """

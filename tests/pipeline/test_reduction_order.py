@@ -133,7 +133,7 @@ def test_what_cannot_be_added_as_a_tree_is_refused_by_name(ranks: Ranks):
     options = {"loss_fn": functional.mse_loss, "devices": ["cpu"] * 2, "num_microbatches": 4, "numerics": IN_TREE}
     with pytest.raises(ScheduleError, match=r"adds gradients in ascending order .* 'pipedream' updates weights while"):
         Pipeline(plain_model(), x[:2], schedule="pipedream", optimizer=tree.sgd, **options)
-    with pytest.raises(ScheduleError, match="'chimera' adds them in a different order; choose another schedule"):
+    with pytest.raises(ScheduleError, match="'chimera' adds gradients in a different order; choose another schedule"):
         Pipeline(plain_model(), x[:2], schedule="chimera", **options)
     with pytest.raises(GraphError, match=r"this model uses 1 weight several times: '.*weight'; untie the layers"):
         Pipeline(tied_model(), tied_batch()[0][:2], schedule="1f1b", **options)

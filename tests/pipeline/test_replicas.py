@@ -35,7 +35,7 @@ def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) ->
         assert "InputError: with replicas, BatchNorm's running statistics must include" in found["BatchNorm"]
         assert "in layer '1'; pass numerics=Numerics(batch_norm='mini-batch')" in found["BatchNorm"]
         assert "ScheduleError: with replicas, a step must update the weights once" in found["updates"]
-        assert "'pipedream' updates weights before that" in found["updates"]
+        assert "'pipedream' updates weights earlier" in found["updates"]
         assert "different mesh dimensions; got {'pipeline': 'pp', 'replicate': 'pp'}" in found["axes"]
         assert "the mesh dimension to which axes= maps 'shard'; parameter '" in found["shards"]
         assert "is divided among global ranks [0, 2]" in found["shards"] or "ranks [1, 3]" in found["shards"]
