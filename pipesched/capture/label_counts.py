@@ -71,7 +71,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         )
     if losses is None:
         return _unknown(
-            f"the model returns no scalar loss, or it is not on a CPU and the sample has no labels that are {IGNORED}"
+            f"the model returns no scalar loss, or the model is not on a CPU and no label of the sample is {IGNORED}"
         )
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
@@ -88,7 +88,7 @@ def _count(labels: Tensor) -> float:
 
 
 def _count_shifted(labels: Tensor) -> float:
-    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # does not apply to one label per row
+    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # not applicable with one label per row
 
 
 _WAYS: Mapping[str, Callable[[Tensor], float]] = {
@@ -109,7 +109,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the labels of the probe's first two rows, and of its last two rows, in which more labels are ignored."""
+    """Return the labels of the probe's first two rows and of its last two rows. The last two ignore more labels."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)

@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last one."""
+    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last of these calls."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
@@ -40,7 +40,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
     Args:
         model: the captured model.
-        capture: the record of its forward.
+        capture: the record of the model's forward.
         begins: layer name -> index of the layer's first call.
 
     """

@@ -45,7 +45,8 @@ def resolve_loss(
         loss_weight: the user's function that computes the weight, or None to derive the weight from the loss.
         loss_reduction: "mean", "sum", or None to derive the reduction from the loss.
         split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
-        agreed: calls a given function on one rank, and returns the result on all ranks. Default: all ranks call it.
+        agreed: a function that calls its argument on one rank and returns the result on all ranks. Default: every rank
+            calls the argument.
 
     Returns:
         The function that computes the weight (None if the weight is the number of rows), and the reduction.

@@ -498,7 +498,7 @@ class Masked(Keyed):
             {"x": ONES[:, :, None], "mask": ONES.bool()},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 3 dimensions",
-            r"after 0 of 6 calls to layers and torch functions, it calls .*0 for the sample but calls .*flatten for",
+            r"after 0 of 6 calls to layers and torch functions, the forward calls .*0 for the sample but calls .*flatten",
         ),
         (
             {"x": ONES},
