@@ -312,7 +312,7 @@ class _Recorder(TorchFunctionMode):
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
                 raise GraphError(
-                    f"in-place operations of a forward must change inputs, buffers or tensors that the forward created; "
+                    f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
                     f"{call} changes a tensor of shape {tuple(taken[position].shape)} that is none of these; register "
                     f"the tensor as a buffer"
                 )

@@ -359,7 +359,7 @@ class _Run(TorchFunctionMode):
         due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
         self._error = GraphError(
             f"a forward must make the same calls as for the sample; after {self._position} of {count} calls to "
-            f"layers and torch functions, the forward {due} for the sample but {now} for this batch; at this point the "
+            f"layers and torch functions, it {due} for the sample but {now} for this batch; at this point the "
             f"model's code depends on the batch, or on an attribute that was set after the pipeline was built; "
             f"{self._remedy()}"
         )

@@ -52,8 +52,8 @@ class Body(Protocol):
             random: the micro-batch's random number generator.
 
         Returns:
-            On the last stage, the model's output. On other stages, the value to send, or a PerConsumer with one value for
-            each receiving stage.
+            On the last stage, the model's output. On other stages, the value to send, or a PerConsumer with one value
+            for each receiving stage.
 
         """
 

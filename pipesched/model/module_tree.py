@@ -130,7 +130,7 @@ def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator
 
 
 class Members:
-    """Detects replaced modules: stores the modules that the containers around a model's layers hold.
+    """Detects modules that were replaced after the pipeline was built: stores the modules in the model's containers.
 
     A pipeline runs the layers that the model had when the pipeline was built. Without this check, a module that
     replaces a layer later would not be trained.

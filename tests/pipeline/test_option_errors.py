@@ -340,7 +340,7 @@ STATE = linears().state_dict()
         (
             STATE | {"0.weight": torch.ones(2, 3)},
             InputError,
-            r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
+            r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the mapping; use",
         ),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors that are not on the meta device"),
         (
@@ -498,7 +498,7 @@ class Masked(Keyed):
             {"x": ONES[:, :, None], "mask": ONES.bool()},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 3 dimensions",
-            r"after 0 of 6 calls to layers and torch functions, the forward calls .*0 for the sample but calls .*flatten",
+            r"after 0 of 6 calls to layers and torch functions, it calls .*0 for the sample but calls .*flatten for",
         ),
         (
             {"x": ONES},
