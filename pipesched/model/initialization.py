@@ -63,7 +63,7 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     """
     if isinstance(model, nn.Module):
         return model
-    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # may return a parameter
+    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # returns a parameter
     try:
         with _drawing(seed, "buffers"):
             made = model()

@@ -134,7 +134,7 @@ class Payload:
         )
 
     def same_form(self) -> "Callable[[Sequence[Any]], Any]":
-        """Return a function that rebuilds the value from other leaves. It does not keep this payload's leaves alive."""
+        """Return a function that rebuilds the value from other leaves, without keeping this payload's leaves alive."""
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
@@ -258,7 +258,7 @@ def has_a_row_each(value: Any) -> bool:
 
 
 def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """Select rows of a value: apply ``choose`` to tensors, and take the items ``rows`` from lists of dicts."""
+    """Select rows of a value: apply ``choose`` to tensors, and select the items ``rows`` of lists of dicts."""
 
     def chosen(leaf: Any) -> Any:
         if has_a_row_each(leaf):
