@@ -32,7 +32,7 @@ _GROUP = "pipesched.schedules"
 
 @cache
 def _registered() -> dict[str, Schedule]:
-    """Return all schedules, keyed and sorted by lower-case name. Raises ScheduleError if two share a name."""
+    """Return all schedules, keyed and sorted by lower-case name. Raises ScheduleError if two names are equal."""
     registered: dict[str, Schedule] = {}
     for schedule in (*_built_in(), *_installed()):
         taken = registered.setdefault(schedule.name.lower(), schedule)
@@ -56,7 +56,7 @@ def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
 class _Starts(tuple[Schedule, ...]):
     """The value of the option ``starts`` of a schedule: the schedules from which its search starts.
 
-    The repr is short, because it is shown in the list of the schedule's options.
+    The repr is short, because lists of a schedule's options show the repr.
     """
 
     __slots__ = ()

@@ -106,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers that draw keyed random numbers. Each stage has a separate KeyedRandom, which one thread uses."""
+    """Provides handlers that draw keyed random numbers. Each stage has a separate KeyedRandom object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
