@@ -128,7 +128,7 @@ def main() -> None:
     before = pipe.eval().evaluate(test_x, target=test_y)
     traces = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
     after = pipe.eval().evaluate(test_x, target=test_y)
-    report, weights = pipe.report(), pipe.full_state_dict()  # collective: every rank calls both
+    report, weights = pipe.report(), pipe.full_state_dict()  # collective: every rank calls both methods
     if is_first():
         print(f"loss {before:.3f} before training, {after:.3f} after {options.steps} steps (nats per byte)")
         step, words = median_step(traces)

@@ -1,9 +1,9 @@
 """Label counts: finds the labels over which a model averages its own loss, to weight the losses of micro-batches.
 
 Micro-batches have different numbers of labels that are not padding, so their mean losses need different weights. The
-model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
-first label of each row. A probe computes the loss of four rows, and the losses of the first two and of the last two
-rows. Usually, these three losses are consistent with only one counting method.
+model's code determines these labels. For example, a language model that shifts its labels drops the first label of each
+row. A probe computes the loss of four rows, and the losses of the first two and of the last two rows. Usually, these
+three losses are consistent with only one counting method.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find the labels over which a model averages its own loss; None if it averages over rows or there are no labels.
+    """Find the labels over which a model averages its own loss; None if the model has no labels or averages over rows.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result

@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of each layer's parameters and buffers. `unused` assigns those that no layer uses."""
+    """Return the names of each layer's parameters and buffers. `unused` adds the tensors that no layer uses."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))

@@ -111,7 +111,7 @@ def _options(loss_fn: Any) -> _Option | None:
 def _reduction(loss_fn: Any, option: _Option) -> str:
     """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the reduction is "none"."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
-    if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
+    if average is not None or reduce is not None:  # deprecated options, which take precedence in torch
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
     if reduction not in _MEANS:
         raise InputError(

@@ -1,7 +1,7 @@
 """Recording: records a model in one mode, training or evaluation, and leaves the model unchanged.
 
-The first forward of some models creates attributes that later forwards use, such as masks. Stages expect
-these attributes to exist, so they are stored here and set when a step begins.
+The first forward of some models creates attributes that later forwards use, such as masks. Stages need these
+attributes, so a Recording stores them, and a step begins by setting them.
 """
 
 import copy
@@ -119,7 +119,7 @@ def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_At
                     (module, name), getattr(type(module), name, _NOTHING) if name not in attributes else None
                 )
     made = {key: getattr(*key) for key in known if getattr(*key, _NOTHING) is not _NOTHING}
-    # The contents of lists and dicts that the forward filled are restored afterwards, so they are copied.
+    # Lists and dicts that the forward filled are restored afterwards, so their contents are copied.
     filled = {key: copy.copy(value) for key, value in made.items() if value is known[key]}
     return made | filled, known
 

@@ -21,7 +21,7 @@ class Part:
 
     #: The calls that belong to this stage.
     own: frozenset[int]
-    #: The calls that this stage runs: the calls in ``own``, and the free calls (see ``Capture.free``) that they need.
+    #: The calls in ``own``, and the free calls (see ``Capture.free``) that this stage repeats.
     runs: frozenset[int] = frozenset()
     #: Names of the model's inputs that this stage needs.
     inputs: frozenset[Any] = frozenset()

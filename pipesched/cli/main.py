@@ -168,7 +168,7 @@ def _program(
 
 
 def _names() -> list[str]:
-    """Return the names of all schedules, including those that cut micro-batches into token slices."""
+    """Return the names of all schedules, including schedules that cut micro-batches into token slices."""
     return schedules.names(sliced=True)
 
 

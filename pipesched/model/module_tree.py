@@ -64,7 +64,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def normalised_over_rows(model: nn.Module) -> list[str]:
-    """Return the names of BatchNorm layers in training mode; they normalise over the rows of a batch."""
+    """Return the names of the BatchNorm layers in training mode, which normalise over the rows of a batch."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # excluding SyncBatchNorm, which synchronises replicas
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
 

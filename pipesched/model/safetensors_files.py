@@ -157,7 +157,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except Exception as error:  # the library's own errors, and torch's for an unknown type
+    except Exception as error:  # an error of safetensors, or torch's error for an unknown dtype
         raise InputError(
             f"a safetensors file must begin with a header that describes its tensors; the header of {path} "
             f"({path.stat().st_size} bytes) cannot be read ({error!r}); download the file again, or convert it"

@@ -104,7 +104,7 @@ class ShardedModules:
         self._gathers = [module.unshard(async_op=True) for module in self._modules]
 
     def wait(self) -> bool:
-        """Wait for the weights. Return whether they stay gathered until ``reduce`` or ``release``."""
+        """Wait for the weights. Return whether the weights stay gathered until ``reduce`` or ``release``."""
         if self._gathers:
             for gather in self._gathers:
                 gather.wait()

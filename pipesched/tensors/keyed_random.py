@@ -1,10 +1,10 @@
 """Keyed random: random numbers that depend on the place in the model and the point in training, never on the plan.
 
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
-bits in any stage, in any thread, in any order of execution, and when the layer is recomputed. Dropout uses a
-separate generator. For other random functions, the default generator is seeded for each call. A lock protects the
-default generator, because all threads share it. If a layer, or the code between layers, uses the global generator of
-Python or numpy, that generator is seeded in the same way.
+bits in any stage, in any thread, in any order of execution, and when the layer is recomputed. Dropout uses a separate
+generator. For other random functions, the default generator is seeded for each call. A lock protects the default
+generator, because all threads share it. If a layer, or the code between layers, uses the global generator of Python or
+numpy, that generator is seeded in the same way.
 """
 
 import functools
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     layer: str
     call: int = 0
     op: int = 0
-    #: The key for the generators of Python and numpy; None if the code does not use them.
+    #: The key for the generators of Python and numpy; None if the code uses neither generator.
     outside: str | None = None
 
 

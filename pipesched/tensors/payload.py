@@ -77,7 +77,7 @@ class Payload:
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
         """Flatten a value, and apply ``detached`` to its tensors.
 
-        By default, the payload's tensors share memory and version counters with those of the value.
+        By default, the payload's tensors share memory and version counters with the value's tensors.
         """
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
@@ -138,7 +138,7 @@ class Payload:
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """Return a payload with ``change`` applied to each tensor, for example to copy them to another device."""
+        """Return a payload with ``change`` applied to each tensor, for example to copy tensors to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
