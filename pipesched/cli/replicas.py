@@ -50,8 +50,8 @@ def replica_options(command: _Command) -> _Command:
             click.option(
                 "--gather-once/--gather-often",
                 default=True,
-                help="With --zero 3: gather each stage's weights once per step, or free the weights while other stages of "
-                "the rank run and gather them again.  [default: once]",
+                help="With --zero 3: gather each stage's weights once per step, or free the weights while other stages "
+                "of the rank run and gather them again.  [default: once]",
             ),
         )
     ):
