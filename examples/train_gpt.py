@@ -67,12 +67,12 @@ def gpt(width: int = 128, depth: int = 4, context: int = 64) -> nn.Sequential:
 
 
 def next_byte_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The mean cross-entropy of the next byte, in nats."""
+    """Return the mean cross-entropy of the next byte, in nats."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def standard_library() -> Tensor:
-    """The source code of Python's standard library as one tensor of bytes."""
+    """Return the source code of Python's standard library as one tensor of bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))), dtype=torch.uint8)
 
@@ -85,7 +85,10 @@ def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[T
 
 
 def ranks() -> dict[str, Any]:
-    """The mesh of all processes under torchrun; otherwise two devices. Both can be the same GPU, or the CPU."""
+    """Return a Pipeline's ``mesh`` of all processes under torchrun, otherwise two ``devices``.
+
+    The two devices are the same GPU if there is only one GPU, and the CPU if there is no GPU.
+    """
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (int(os.environ["WORLD_SIZE"]),)
@@ -125,7 +128,7 @@ def main() -> None:
     before = pipe.eval().evaluate(test_x, target=test_y)
     traces = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
     after = pipe.eval().evaluate(test_x, target=test_y)
-    report, weights = pipe.report(), pipe.full_state_dict()  # collective: every rank calls both
+    report, weights = pipe.report(), pipe.full_state_dict()  # collective: every rank calls both methods
     if is_first():
         print(f"loss {before:.3f} before training, {after:.3f} after {options.steps} steps (nats per byte)")
         step, words = median_step(traces)

@@ -1,7 +1,7 @@
 """Train a Hugging Face causal LM, and resume automatically: stop or kill the run at any time, then run it again.
 
     python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
-    torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, which may change when it resumes
+    torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, which may change when the run resumes
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. The final weights
@@ -38,7 +38,7 @@ ROWS, MICROBATCHES, CONTEXT = 8, 4, 64
 
 
 class Batches:
-    """Random pieces of a text. Batch n is the same in every run, so the state is only the number of batches drawn.
+    """Draws random pieces of a text. The state is only the number of batches drawn, because batch n is always the same.
 
     Every replica draws the whole batch and keeps its own rows.
     """
@@ -86,19 +86,19 @@ class StopSignal:
 
 
 def standard_library() -> Tensor:
-    """The source code of Python's standard library as one tensor of bytes."""
+    """Return the source code of Python's standard library as one tensor of bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))), dtype=torch.uint8)
 
 
 def model() -> GPT2LMHeadModel:
-    """A small GPT-2 over bytes, with dropout and with one weight shared by the embedding and the head."""
+    """Build a small GPT-2 over bytes, with dropout and with one weight shared by the embedding and the head."""
     size = {"n_positions": CONTEXT, "n_embd": 64, "n_layer": 4, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, use_cache=False, **size))
 
 
 def ranks(replicas: int) -> dict[str, Any]:
-    """The mesh of all processes under torchrun; without torchrun, the GPUs of this process, or its CPU."""
+    """Return a Pipeline's ``mesh`` of all processes under torchrun, otherwise the ``devices``: all GPUs, or the CPU."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (replicas, int(os.environ["WORLD_SIZE"]) // replicas)
@@ -109,7 +109,7 @@ def ranks(replicas: int) -> dict[str, Any]:
 
 
 def rate(step: int, steps: int, warmup: int = 50) -> float:
-    """The learning rate of a step, as a fraction of the maximum: a linear warm-up, then a cosine decay."""
+    """Return a step's learning rate, as a fraction of the maximum: a linear warm-up, then a cosine decay."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -152,7 +152,7 @@ def main() -> None:
         sample,
         schedule=options.schedule,
         num_microbatches=microbatches,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),  # one for each stage
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),  # one optimizer for each stage
         numerics=pipesched.Numerics(clip_grad_norm=1.0),
         distributed=pipesched.Distributed(zero=options.zero),
         seed=0,

@@ -1,10 +1,10 @@
 """The schedules, one per file. All schedules in this folder are registered automatically.
 
-Their docstrings use p for the number of ranks, m for the number of micro-batches and v for the number of chunks per
-rank. F, B, I and W are the times of a forward, a full backward, the input gradients and the weight gradients on a rank;
-f, b, i and w are these times for one chunk. F&B is the time of an overlapping forward and backward. The bubble is the
-idle time of a rank in a step; the span bubble is the part of the bubble between the start of the rank's first action
-and the end of its last action.
+The schedules' docstrings use p for the number of ranks, m for the number of micro-batches and v for the number of
+chunks per rank. F, B, I and W are the times of a forward, a full backward, the input gradients and the weight gradients
+on a rank; f, b, i and w are these times for one chunk. F&B is the time of an overlapping forward and backward. The
+bubble is the idle time of a rank in a step; the span bubble is the part of the bubble between the start of the rank's
+first action and the end of its last action.
 
 Installed packages can add schedules through entry points in the group ``pipesched.schedules``. Each entry point names a
 Schedule or a module that contains Schedules. For example, in the package's pyproject.toml:
@@ -32,7 +32,7 @@ _GROUP = "pipesched.schedules"
 
 @cache
 def _registered() -> dict[str, Schedule]:
-    """Return all schedules, keyed and sorted by lower-case name. Raises ScheduleError if two share a name."""
+    """Return all schedules, keyed and sorted by lower-case name. Raises ScheduleError if two names are equal."""
     registered: dict[str, Schedule] = {}
     for schedule in (*_built_in(), *_installed()):
         taken = registered.setdefault(schedule.name.lower(), schedule)
@@ -56,7 +56,7 @@ def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
 class _Starts(tuple[Schedule, ...]):
     """The value of the option ``starts`` of a schedule: the schedules from which its search starts.
 
-    The repr is short, because it is shown in the list of the schedule's options.
+    The repr is short, because lists of a schedule's options show the repr.
     """
 
     __slots__ = ()

@@ -8,7 +8,7 @@ def chimera(rank: int, shape: Shape) -> Order:
     """Two pipelines run in opposite directions, and each fills the other's bubbles. Li & Hoefler 2021.
 
     Of every p micro-batches, half start at rank 0 and half at rank p-1. Each rank holds one stage of each direction, so
-    there are two copies of each stage's weights, on different ranks; their gradients are summed after the step.
+    two ranks hold copies of each stage's weights. The gradients of the copies are summed after the step.
 
     If time is divided into slots as long as a forward, the k-th micro-batch of a direction runs its forward on stage s
     in slot s + 2k and its backward in slot 2p-1-s + 2k. The next p micro-batches follow 2p slots later.

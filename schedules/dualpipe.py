@@ -8,11 +8,11 @@ from pipesched.program.generators.dual_pipe import eight_steps
 def dualpipe(rank: int, shape: Shape) -> Order:
     """Micro-batches start on the first and last ranks; each F overlaps a B of the other direction. DeepSeek-AI 2024.
 
-    Each rank holds one stage of each direction, so there are two copies of each stage's weights, on different ranks;
-    their gradients are summed after the step.
+    Each rank holds one stage of each direction, so two ranks hold copies of each stage's weights. The gradients of the
+    copies are summed after the step.
 
-    In an overlapping pair, the communication of one action is hidden behind the computation of the other. F&B is the
-    time of such a pair.
+    In an overlapping pair, the communication of one action is hidden behind the computation of the other action. F&B is
+    the time of such a pair.
 
     For F = I >= W and even m >= 2p, the bubble is (p/2-1)(F&B + B - 3W), and every rank holds at most p + 1
     micro-batches.

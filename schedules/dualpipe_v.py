@@ -10,8 +10,8 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
 
     DualPipeV (DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe) combines the V placement of Qi et al. 2023 with the
     order of DualPipe (arXiv:2412.19437): stages go down the ranks and up again. In an overlapping pair, the
-    communication of one action is hidden behind the computation of the other. f, b, i and w are the times of one chunk,
-    and f&b is the time of an overlapping pair.
+    communication of one action is hidden behind the computation of the other action. f, b, i and w are the times of one
+    chunk, and f&b is the time of an overlapping pair.
 
     For f = i >= w and m >= 2p, the bubble is (p-1)(f&b + b - 3w). If overlapping saves no time, this equals
     (p-1)(2f + i - w). Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the order for

@@ -15,9 +15,9 @@ def zb_auto(
 ) -> list[Order]:
     """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
-    The paper leaves three choices open. All eight combinations are tried, as is ZB-H1 if it stays within the memory
-    limit. The order with the shortest span is used. The span is the longest time, over all ranks, from the start of
-    a rank's first action to the end of its last.
+    The paper leaves three choices open. The schedule tries all eight combinations, and ZB-H1 if ZB-H1 stays within the
+    memory limit. The order with the shortest span is used. The span is the longest time, over all ranks, from the start
+    of a rank's first action to the end of its last.
 
     Options:
         costs: the times of each stage. Default: identical stages.

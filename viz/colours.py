@@ -27,7 +27,7 @@ _LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return the colour of a kind as ``#rrggbb``, lighter for later chunks. Kinds without their own colour are grey."""
+    """Return the colour of a kind as ``#rrggbb``, lighter for later chunks; grey for kinds without a colour."""
     return lighter(_COLOURS.get(kind, GREY), chunk, num_chunks)
 
 

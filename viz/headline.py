@@ -15,7 +15,7 @@ def headline(trace: Trace, label: str | None = None) -> str:
     figures = (
         f"makespan {quote_time(trace.makespan_s)}, bubble {trace.bubble_ratio:.1%}, {_above_bound(trace)}"
         f"peak in flight {max(trace.peak_in_flight, default=0)}"
-        + (f" / {chunks} chunks" if chunks > 1 else "")  # peak / chunks is comparable
+        + (f" / {chunks} chunks" if chunks > 1 else "")  # comparable across numbers of chunks
         + ("" if trace.hidden_communication is None else f", {_communication(trace)} hidden")
     )
     return f"{name}: {figures}" if name else figures

@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     text: str
     #: The number by which the HTML page sorts the rows; None if the cell holds words.
     value: float | None = None
-    #: The key of the text's colour or font weight.
+    #: The style of the text: a colour or a font weight; "" for plain text.
     tone: _Tone = ""
 
 

@@ -100,7 +100,7 @@ def rows_inches(trace: Trace) -> float:
 
 def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
     """Draw the rows and the axes of a timeline, with times in ``unit`` from 0 to ``until_s``."""
-    # Set the limits first: they decide which numbers fit into their bars.
+    # Set the axis limits first, because they determine which numbers fit into their bars.
     ax.set_xlim(0, until_s * unit.per_one or 1)
     ax.set_ylim(max(1, trace.num_ranks) - 0.5, -0.5)
     every = 1 + int(13 * max(1, trace.num_ranks) / (ax.bbox.height * 72 / ax.figure.dpi))  # 13 points for each label

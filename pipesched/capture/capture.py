@@ -1,8 +1,8 @@
 """Capture: the record of one forward, with each layer call, each function call between layers, and the data flow.
 
-The recorder runs the model's own code on a sample. Each recorded call lists the earlier values that the call takes. A
-value is one tensor that a call returned. Replay runs the same code again and skips some of the calls. No code is
-translated, so the code between layers can be any Python code.
+The recorder runs the model's own code on a sample. A value is one tensor: an input of the model, or a tensor that a
+call returned. Each recorded call lists the values among its arguments. Replay runs the same code again, but skips the
+calls of other stages. No code is translated, so the code between layers can be any Python code.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -45,16 +45,16 @@ class Call:
     pattern: Pattern
     #: Position of each tensor argument that the call changes in place -> index of the changed tensor in the results.
     changes: Mapping[int, int] = field(default_factory=dict)
-    #: The value of each tensor argument; None for a tensor that is not a value. Empty if no argument is changed.
+    #: The Value of each tensor argument, or None for a tensor without a Value. Empty if the call changes no argument.
     arguments: tuple[Value | None, ...] = ()
-    #: All values so far whose tensors use the memory that the call changes; see ``Capture.free``.
+    #: All earlier values whose tensors use the memory that the call changes in place; see ``Capture.free``.
     writes: tuple[Value, ...] = ()
     #: Whether the call returns plain Python values instead of tensors.
     reads: bool = False
     random: bool = False
     #: Whether this is a call of a function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
-    #: The index of the first call of a range that ends with this call and must stay in one stage.
+    #: All calls from the call at this index to this call must stay in one stage. None: no such constraint.
     joined: int | None = None
     #: Whether the call changes memory that existed before the forward, such as an input, or adds a loss to the step.
     outward: bool = False
@@ -104,9 +104,9 @@ class Capture:
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     #: Layers that drew from Python's or numpy's random generators; "" is the code between layers.
     outside: set[str] = field(default_factory=set)
-    #: Pairs of calls in which the second uses a tensor that the first made but did not return.
+    #: Pairs of calls. The second call uses a tensor that the first call created but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
-    #: Attributes of containers that the forward set, with their new values.
+    #: (container module, name of an attribute that the forward set) -> the attribute's new value.
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
     #: The tensors of the model's output.
     results: list[Tensor] = field(default_factory=list)
@@ -116,13 +116,13 @@ class Capture:
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
-    #: Names of modules that must not be cut because of their own code.
+    #: Names of modules that must stay in one stage, because their code computes gradients or has a single backward.
     indivisible: set[str] = field(default_factory=set)
     #: Modules whose own code reads the values of tensors and then calls layers inside the module.
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()
-    #: Call index -> the value of each tensor in the call's example; None for a tensor that is not a value.
+    #: Call index -> the Value of each tensor in ``examples``, or None for a tensor without a Value.
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -166,7 +166,7 @@ class Capture:
     def free_writes(self) -> dict[Value, list[int]]:
         """For each value, the free calls that write to the value's memory.
 
-        A stage that repeats the call that made the value must also repeat these calls.
+        A stage that repeats the call that created the value must also repeat these free calls.
         """
         found: dict[Value, list[int]] = {}
         for call in self.calls:

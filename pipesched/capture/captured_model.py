@@ -55,7 +55,7 @@ class CapturedModel:
         try:
             self.modules, own = opened(model, look, whole_layers)
         except Exception:
-            if not installs_recorders(model):  # code between layers may miss outputs that these hooks record
+            if not installs_recorders(model):  # the forward may have failed without these hooks
                 raise
             self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}
@@ -131,14 +131,17 @@ class CapturedModel:
         ]
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """Return the call of the layer, and the later layer calls that must stay in the same stage.
+        """Return the layer calls from this layer to the next possible stage boundary.
 
         Args:
             layer: name of the layer.
             again: whether each call will be recomputed in its backward.
 
+        Returns:
+            A list of (module name, number of earlier calls of the module).
+
         Raises:
-            GraphError: a call cannot be recomputed because it uses tensors or attributes not passed as arguments.
+            GraphError: a call cannot be recomputed, because the layer uses tensors that are not among its arguments.
 
         """
         begin = layer
@@ -228,7 +231,7 @@ class CapturedModel:
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """Return the stages' bodies. An unused parameter goes to the stage of the parameter registered before it."""
+        """Return the stages' bodies. An unused parameter joins the stage of the parameter registered before it."""
         parts = self.parts(cut)
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -252,7 +255,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the sample, with its row duplicated if there is only one.
+    """Return the sample. A sample of a single row is returned with two copies of this row.
 
     The model's code may treat a single row differently.
     """

@@ -1,9 +1,9 @@
 """Label counts: finds the labels over which a model averages its own loss, to weight the losses of micro-batches.
 
 Micro-batches have different numbers of labels that are not padding, so their mean losses need different weights. The
-model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
-first label of each row. A probe computes the loss of four rows, and the losses of the first two and of the last two
-rows. Usually, these three losses are consistent with only one counting method.
+model's code determines these labels. For example, a language model that shifts its labels drops the first label of each
+row. A probe computes the loss of four rows, and the losses of the first two and of the last two rows. Usually, these
+three losses are consistent with only one counting method.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find the labels over which a model averages its own loss; None if it averages over rows or there are no labels.
+    """Find the labels over which a model averages its own loss; None if the model has no labels or averages over rows.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result
@@ -71,7 +71,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         )
     if losses is None:
         return _unknown(
-            f"the model returns no scalar loss, or it is not on a CPU and the sample has no labels that are {IGNORED}"
+            f"the model returns no scalar loss, or the model is not on a CPU and no label of the sample is {IGNORED}"
         )
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
@@ -88,7 +88,7 @@ def _count(labels: Tensor) -> float:
 
 
 def _count_shifted(labels: Tensor) -> float:
-    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # does not apply to one label per row
+    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # not applicable with one label per row
 
 
 _WAYS: Mapping[str, Callable[[Tensor], float]] = {
@@ -109,7 +109,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the labels of the probe's first two rows, and of its last two rows, in which more labels are ignored."""
+    """Return the labels of the probe's first two rows and of its last two rows. The last two ignore more labels."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)

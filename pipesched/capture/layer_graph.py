@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last one."""
+    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last of these calls."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
@@ -40,7 +40,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
     Args:
         model: the captured model.
-        capture: the record of its forward.
+        capture: the record of the model's forward.
         begins: layer name -> index of the layer's first call.
 
     """
@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of each layer's parameters and buffers. `unused` assigns those that no layer uses."""
+    """Return the names of each layer's parameters and buffers. `unused` adds the tensors that no layer uses."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))

@@ -34,7 +34,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. Callers can ignore this, because a step will raise the error, too."""
+    """A layer raised the error in ``__cause__``. Callers can ignore a LayerError: a step will raise the same error."""
 
 
 class LayeredModel(Protocol):
@@ -117,7 +117,7 @@ def as_model(model: Any) -> Any:
     """Turn a list of modules into an nn.Sequential; return any other model unchanged.
 
     Raises:
-        ModelTypeError: the list holds something that is not a module.
+        ModelTypeError: an element of the list is not a module.
 
     """
     if not isinstance(model, list | tuple | nn.ModuleList):

@@ -45,7 +45,8 @@ def resolve_loss(
         loss_weight: the user's function that computes the weight, or None to derive the weight from the loss.
         loss_reduction: "mean", "sum", or None to derive the reduction from the loss.
         split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
-        agreed: calls a given function on one rank, and returns the result on all ranks. Default: all ranks call it.
+        agreed: a function that calls its argument on one rank and returns the result on all ranks. Default: every rank
+            calls the argument.
 
     Returns:
         The function that computes the weight (None if the weight is the number of rows), and the reduction.
@@ -110,7 +111,7 @@ def _options(loss_fn: Any) -> _Option | None:
 def _reduction(loss_fn: Any, option: _Option) -> str:
     """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the reduction is "none"."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
-    if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
+    if average is not None or reduce is not None:  # deprecated options, which take precedence in torch
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
     if reduction not in _MEANS:
         raise InputError(

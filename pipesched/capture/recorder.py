@@ -54,26 +54,26 @@ class _Recorder(TorchFunctionMode):
         self._shells = Shells(model, layers, self._layer, layers)
         self._value: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # keeps tensors alive so that no id is reused
-        self._memory: dict[int, dict[Value, int]] = {}  # address -> the values there, with the ids of their tensors
-        self._shared: list[tuple[Call, Value]] = []  # in-place calls, with the other values in the changed memory
+        self._memory: dict[int, dict[Value, int]] = {}  # address -> (value there -> its tensor's id)
+        self._shared: list[tuple[Call, Value]] = []  # (in-place call, another value in the changed memory)
         self._names_at: dict[int, list[str]] = {}  # address -> names of the parameters and buffers there
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._names_at.setdefault(memory_at(tensor), []).append(name)
-        #: In-place calls that affect the next forward: the call, the parameter or buffer, and the values in its memory.
+        #: (in-place call, the parameter or buffer that the call writes to, the values in the same memory)
         self._named_writes: list[tuple[Call, str, Mapping[Value, int]]] = []
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
-        #: id -> a tensor made by a function inside a layer, and the number of calls recorded until then
+        #: id of a tensor that a function inside a layer created -> the tensor, and the number of calls recorded before
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer
         self._hidden_from: int | None = None
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
-        self._first_use: dict[str, int] = {}  # the first call that uses a parameter or buffer
+        self._first_use: dict[str, int] = {}  # parameter or buffer -> index of the first call that uses it
         self._elsewhere: set[int] = set()  # addresses of memory that no call of this forward allocated
-        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward -> its first and last call
-        self._readers: dict[str, int] = {}  # container whose code reads tensor values -> index of the next call
+        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward -> first and last call
+        self._readers: dict[str, int] = {}  # container -> index of the first call after its code read tensor values
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -114,7 +114,7 @@ class _Recorder(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
-                leaves[place] = leaf.detach().clone()  # the model's code may change it in place
+                leaves[place] = leaf.detach().clone()  # the model's code may change an input in place
                 self._value[id(leaves[place])] = INPUT, name
                 self._alive.append(leaves[place])
                 self._elsewhere.add(memory_at(leaves[place]))
@@ -125,7 +125,7 @@ class _Recorder(TorchFunctionMode):
     def _join(self) -> None:
         """Set ``joined`` on calls that must share a stage with earlier calls.
 
-        There are two cases. Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in
+        Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in
         one stage. If a call modifies memory in place, and a later call reads this memory through another tensor, all
         calls that use the memory must stay in one stage.
         """
@@ -181,7 +181,10 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep a container whole if its code computes gradients. A stage can differentiate only its own calls."""
+        """Mark the running container as indivisible, because its code computes gradients.
+
+        A stage can differentiate only through layers that it runs. Raises GraphError if the container is the model.
+        """
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
@@ -219,7 +222,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
-        """If an earlier layer call made this tensor but did not return it, keep both calls in one stage."""
+        """If an earlier layer call created this tensor but did not return it, keep this call in the same stage."""
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
@@ -281,7 +284,8 @@ class _Recorder(TorchFunctionMode):
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
         """Record a call. Return the result and the Call.
 
-        If an argument is also in the result, the result gets a view of this tensor, so that the two have different ids.
+        If the result contains an argument that the call did not change, a view replaces this tensor in the result. The
+        argument and the result then have different ids.
         """
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
@@ -308,8 +312,9 @@ class _Recorder(TorchFunctionMode):
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
                 raise GraphError(
-                    f"a forward may only change its own tensors, inputs and buffers in place; {call} changes a tensor "
-                    f"of shape {tuple(taken[position].shape)} that is none of these; register the tensor as a buffer"
+                    f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
+                    f"{call} changes a tensor of shape {tuple(taken[position].shape)} that is none of these; register "
+                    f"the tensor as a buffer"
                 )
         self._end_of_hidden(call)
         for name in uses:

@@ -1,7 +1,7 @@
 """Recording: records a model in one mode, training or evaluation, and leaves the model unchanged.
 
-The first forward of some models creates attributes that later forwards use, such as masks. Stages expect
-these attributes to exist, so they are stored here and set when a step begins.
+The first forward of some models creates attributes that later forwards use, such as masks. Stages need these
+attributes, so a Recording stores them, and a step begins by setting them.
 """
 
 import copy
@@ -50,7 +50,7 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """Record a model in one mode, with one forward, or more if the first forward sets attributes of containers.
+    """Record a model in one mode. Runs more than one forward if the first forward sets attributes of containers.
 
     Stages start every micro-batch with the attributes already set. A forward that starts with these attributes must
     therefore make the same calls and return the same result as the recorded forward. If only the first forward differs,
@@ -58,7 +58,7 @@ def recorded(
 
     Args:
         model: the user's module.
-        layers: layer name -> layer, called as a whole.
+        layers: layer name -> layer. A call of a layer is recorded as a single call.
         mode: True for training mode, False for evaluation mode.
         args: positional arguments of the forward.
         kwargs: keyword arguments of the forward.
@@ -78,7 +78,7 @@ def recorded(
             made, changes = changed_classes(model, before, (args, kwargs), partial(record, model, layers))
         capture.changed_classes = changes
         written.update(dict.fromkeys(names_of(model, changed)))
-        again = made and not changes and on_classes is None  # record a forward that finds the class attributes set
+        again = made and not changes and on_classes is None  # record a forward that starts with these class attributes
         return seen(found, made) if again else capture
 
     first = seen({})
@@ -86,7 +86,7 @@ def recorded(
         return Recording(capture=first, written=tuple(written))
     try:
         second = seen(first.changed)
-    except Exception:  # the layers changed their attributes, too
+    except Exception:  # for example because the first forward also set attributes of layers
         second = None
     if second is not None and _same_way(first, second):
         _check_kept(first, second)
@@ -119,7 +119,7 @@ def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_At
                     (module, name), getattr(type(module), name, _NOTHING) if name not in attributes else None
                 )
     made = {key: getattr(*key) for key in known if getattr(*key, _NOTHING) is not _NOTHING}
-    # The contents of lists and dicts that the forward filled are restored afterwards, so they are copied.
+    # Lists and dicts that the forward filled are restored afterwards, so their contents are copied.
     filled = {key: copy.copy(value) for key, value in made.items() if value is known[key]}
     return made | filled, known
 
@@ -153,6 +153,6 @@ def _rescaled(model: nn.Module, mode: bool, names: list[str]) -> GraphError:
     called = "train()" if mode else "eval()"
     return GraphError(
         f"building a pipeline must leave the weights unchanged; the first forward of {type(model).__name__} after "
-        f"{called} writes to {counted(len(names), 'weight')}, such as {names[0]!r}, but later forwards do not, so the "
-        f"values were restored; call model.{called} and model(sample) once before you build a pipeline in that mode"
+        f"{called} writes to {counted(len(names), 'weight')}, such as {names[0]!r}, but later forwards do not; the "
+        f"old values were restored; call model.{called} and model(sample) once before you build a pipeline in that mode"
     )

@@ -1,8 +1,8 @@
 """Replay: runs one stage's part of a forward, by running the model's own code and skipping the calls of other stages.
 
 Every stage runs the containers' code from the beginning, but skips the calls of other stages. The result of a skipped
-call is the value received from the other stage if this stage uses that value, else a meta tensor. After the stage's
-last call the code is aborted. An error is raised if the code takes a different path than in the capture.
+call is the value received from the other stage if this stage uses that value, else a meta tensor. Replay aborts the
+code after the stage's last call, and raises GraphError if the code makes different calls than in the capture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ __all__ = ["Look", "Looks", "Replay", "StandIns"]
 
 #: For each call, the tensors that replace the parameters of this call.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
-#: Type and shape of a value that was not sent.
+#: The dtype and shape of a tensor that was not sent, or the plain numbers in a call's result.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # the position in the Value of a call that returned plain numbers
+_NUMBERS = "numbers"  # in a key (call index, _NUMBERS) of the plain numbers that a call returned
 
 _DEVICE = "torch.Tensor.device.__get__"
 
@@ -77,7 +77,7 @@ class Replay:
         capture: the record of the forward.
         part: the calls that the stage runs.
         device: the stage's device.
-        tied: for each call, the stage's own leaf tensors for weights that several calls share.
+        tied: for each call, the leaf tensors that replace the weights shared by several calls.
         called: layer name -> the module that this stage calls for the layer.
         last: whether this is the last stage, which runs the code to its end and returns the model's output.
 
@@ -204,7 +204,7 @@ class _Run(TorchFunctionMode):
         """Return the model's output. Raises GraphError if the code took a different path than in the capture."""
         if self._error is None and self._position < min(self._replay.end + 1, len(self._calls)):
             self._lost("ends")
-        if self._error is not None:  # raised again if the model's code caught it
+        if self._error is not None:  # the model's code may have caught the error
             raise self._error
         if self._aliases:
             output = Pattern(output).build(self._instead.get(id(one), one) for one in tensors_in(output))
@@ -230,7 +230,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # leaving no_grad makes such a call even after the last call
+            return self._ask(name, func, args, kwargs)  # no_grad queries at its exit, possibly after the last call
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:
@@ -254,7 +254,7 @@ class _Run(TorchFunctionMode):
         if name == _DEVICE and args[0].is_meta:
             return self._replay.device
         if any(id(tensor) in self._blank for tensor in tensors_in((args, kwargs))):
-            raise self._lost(f"queries {name}")  # the sample's forward did not query it
+            raise self._lost(f"queries {name}")  # the forward of the sample made no such query
         return func(*args, **kwargs)
 
     def layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -310,9 +310,9 @@ class _Run(TorchFunctionMode):
                 self.looks[value] = tensor.dtype, tuple(tensor.shape)
             if tensor.is_meta:
                 self._error = GraphError(
-                    f"a call may only take the model's inputs and tensors that other calls returned; {call} takes a "
-                    f"different tensor, which has no values in this stage; create that tensor with torch functions "
-                    f"(not inside vmap or another library), or in a layer"
+                    f"the arguments of a call must be inputs of the model or tensors that other calls returned; {call} "
+                    f"uses a different tensor, which has no values in this stage; create that tensor with torch "
+                    f"functions (not inside vmap or another library), or in a layer"
                 )
                 raise self._error
         return result

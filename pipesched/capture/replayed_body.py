@@ -89,7 +89,7 @@ class ReplayedBody:
         return other
 
     def begin(self) -> None:
-        """Select the capture of the model's current mode. Raises GraphError if there is none."""
+        """Select the capture of the model's current mode. Raises GraphError if this mode was not captured."""
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(

@@ -26,7 +26,7 @@ class Body(Protocol):
 
     #: Whether the stage needs the model's inputs even if it receives values from other stages.
     late_inputs: bool
-    #: The modules whose weights are divided among several processes; None if there are none.
+    #: The modules whose weights are divided among several processes; None if no module is sharded.
     sharded: ShardedModules | None
 
     @property
@@ -52,14 +52,14 @@ class Body(Protocol):
             random: the micro-batch's random number generator.
 
         Returns:
-            The output; a PerConsumer if later stages receive different values. On the last stage it is the model's
-            output.
+            On the last stage, the model's output. On other stages, the value to send, or a PerConsumer with one value
+            for each receiving stage.
 
         """
 
 
 class Chain:
-    """A chain of layers. The first layer gets the model's inputs, or the received values as arguments.
+    """A chain of layers. The first layer's arguments are the model's inputs or the output of the previous stage.
 
     If ``watched`` is True, the first run in training mode warns about layers that draw random numbers from Python or
     numpy.

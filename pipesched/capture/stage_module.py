@@ -68,7 +68,7 @@ class StageModule(nn.Module):
         if len(turns) != 1:
             raise ExecutionError(
                 f"the module that wrap= returns must call its stage module exactly once; {type(module).__name__} "
-                f"called it {len(turns)} times; call it once in forward, or return the stage module itself"
+                f"called the stage module {len(turns)} times; call it once in forward, or return it unchanged"
             )
         return output
 
@@ -100,8 +100,8 @@ class WrappedBody:
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Call the module, which runs the stage's layers.
 
-        The module of a chain gets the first layer's arguments and returns the last layer's output. Modules of captured
-        stages get and return tensors.
+        The module of a chain gets the first layer's arguments and returns the last layer's output. The module of a
+        captured stage gets tensors as positional arguments and returns a tuple of tensors.
         """
         if not self._body.late_inputs:
             args, kwargs = (arrived, {}) if inputs is None else inputs
@@ -161,7 +161,7 @@ def wrapped_bodies(
         return list(bodies)
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"wrap= requires a schedule with one copy of each stage; {program.name} has several copies of each: "
+            f"wrap= requires a schedule with one copy of each stage; {program.name} has several copies of each stage: "
             f"{program.num_stages} stages, of which only {program.num_weights} are different; choose a schedule with "
             f"one copy, such as 1f1b or zb-v"
         )
@@ -203,8 +203,8 @@ def _wrapped(
     if names:
         raise GraphError(
             f"parameters that wrap= adds must belong to layers, so that they have names in the model; the module "
-            f"returned for stage {stage} has parameters of its own: {and_more(names)}; register these parameters in "
-            f"the stage's layers"
+            f"returned for stage {stage} adds parameters outside the layers: {and_more(names)}; register these "
+            f"parameters in the stage's layers"
         )
     for name, layer in list(body.layers.items()):
         now = dict(inner.named_modules()).get(name)

@@ -14,13 +14,14 @@ __all__ = ["Part", "cut_at"]
 class Part:
     """The calls of a captured forward that one stage runs, and the values that this stage exchanges with other stages.
 
-    If several stages use a value, each of them passes it on to the next. The gradient is passed back along the same
-    path: each stage adds its contribution to the sum that it receives, in the same order as autograd.
+    If several stages use a value, each of these stages sends the value on to the next stage that uses it. The gradient
+    is sent back along the same path. Each stage adds its contribution to the sum that it receives, so the order of the
+    additions is the same as in autograd.
     """
 
     #: The calls that belong to this stage.
     own: frozenset[int]
-    #: The calls that this stage runs: the calls in ``own``, and the free calls that these calls need.
+    #: The calls in ``own``, and the free calls (see ``Capture.free``) that this stage repeats.
     runs: frozenset[int] = frozenset()
     #: Names of the model's inputs that this stage needs.
     inputs: frozenset[Any] = frozenset()
@@ -36,7 +37,7 @@ class Part:
 
 
 def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
-    """Cut a capture into parts that begin with these calls. The first part must begin with the first call."""
+    """Return one Part per stage. ``starts`` holds the index of each stage's first call; ``starts[0]`` must be 0."""
     free = capture.free
     ends = [*starts[1:], len(capture.calls)]
     parts = [

@@ -48,7 +48,7 @@ def opened(
 
     Args:
         model: the user's module.
-        look: a function that records a forward, given the layers to record.
+        look: a function that takes the layers, records a forward, and returns the capture.
         whole: names of modules to keep whole. Default: none.
 
     Returns:

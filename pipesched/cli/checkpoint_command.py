@@ -20,9 +20,9 @@ __all__ = ["checkpoint"]
 def checkpoint(path: Path, *, tensors: bool) -> None:
     """Print the contents of a checkpoint: its step, plan, tensors and optimizers.
 
-    PATH is a checkpoint that pipe.save wrote, or a folder of checkpoints that it wrote with keep=. For a folder with
-    more than one checkpoint, the command prints one line for each. All files are checked against their hashes. The
-    exit code is 1 if a checkpoint is incomplete or damaged.
+    PATH is a checkpoint that pipe.save wrote, or a folder of checkpoints that pipe.save wrote with keep=. For a folder
+    with more than one checkpoint, the command prints one line for each checkpoint. The command checks all files against
+    their hashes. The exit code is 1 if a checkpoint is incomplete or damaged.
 
     \b
     Example:

@@ -120,8 +120,8 @@ def _simulate(
 ) -> Trace:
     """Simulate a program, given times per rank instead of per stage.
 
-    Each of ``rank_costs_s`` is a rank's time for one micro-batch. It is divided equally among the rank's stages that
-    the micro-batch passes through. ``collectives`` holds the costs of reductions and gathers, as fields of Costs.
+    Each of ``rank_costs_s`` is a rank's time for one micro-batch. This time is divided equally among the rank's stages
+    that the micro-batch passes through. ``collectives`` holds the costs of reductions and gathers, as fields of Costs.
     """
     stage_costs: dict[str, Any] = {
         name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
@@ -168,7 +168,7 @@ def _program(
 
 
 def _names() -> list[str]:
-    """Return the names of all schedules, including those that cut micro-batches into token slices."""
+    """Return the names of all schedules, including schedules that cut micro-batches into token slices."""
     return schedules.names(sliced=True)
 
 
@@ -224,15 +224,15 @@ def show(  # noqa: PLR0913  # one parameter for each option
     SCHEDULE is a name from `pipesched list`, or a file with a program: the output of --program, or a .csv file of
     torch.distributed.pipelining with one row for each rank.
 
-    The text output is a timeline with these figures: makespan; bubble, which is idle time / (ranks x makespan); the
-    lower bound for any schedule of these stages on these ranks, and how far the makespan is above it; span, the longest
-    time from the start of a rank's first action to the end of its last action; and the peak number of (stage,
-    micro-batch) pairs in flight on each rank. Several outputs can be combined.
+    The text output is a timeline with these figures: the makespan; the bubble, which is idle time / (ranks x makespan);
+    the lower bound for any schedule of these stages on these ranks, and how far the makespan is above this bound; the
+    span, which is the longest time from the start of a rank's first action to the end of its last action; and the peak
+    number of (stage, micro-batch) pairs in flight on each rank. Several outputs can be combined.
 
-    With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
-    with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
-    step, and how much of this communication runs in bubbles, runs while the rank computes, or is exposed (the rank
-    waits).
+    With --replicas, the timeline also shows how each rank sums gradients over the replicas, in 4 buckets per stage.
+    With --zero 3, the timeline also shows how each rank gathers weights. The figures then include the bytes that a rank
+    sends to other replicas in a step, and how much of this communication runs in bubbles, runs while the rank computes,
+    or is exposed (the rank waits).
 
     \b
     Examples:
@@ -426,7 +426,7 @@ def bound(  # noqa: PLR0913  # one parameter for each option
             click.echo(f"solver      {quote_time(found.makespan_s)}, bound {quote_time(found.bound_s)}, {verdict}")
     if output:
         if best is None:
-            raise ScheduleError("--output needs a program; none was found; pass --prove, or a larger --effort")
+            raise ScheduleError("--output needs a program; no program was found; pass --prove, or a larger --effort")
         text = str(best)
         write(lambda path: path.write_text(text), output)
 

@@ -159,10 +159,10 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or a function that returns a model and a sample. A function is given as for `pipesched
-    graph`: file.py:function or module:function. Its model is profiled before the search. Identical profiles give
-    identical plans. With --confirm, the best plans run for a few steps: on GPUs if there is one for each rank, or else
-    on the CPU. The measured times are used to correct the costs, and the fastest plan is chosen.
+    MODEL is a saved profile, or a function that returns a model and a sample. Write the function as for `pipesched
+    graph`: file.py:function or module:function. The function's model is profiled before the search. Identical profiles
+    give identical plans. With --confirm, the best plans run for a few steps: on GPUs if there is one GPU for each rank,
+    or else on the CPU. The measured times correct the costs, and the fastest plan is chosen.
 
     \b
     Examples:

@@ -83,7 +83,7 @@ def read_links(path: Path) -> Links:
 
 
 def write(writer: Callable[[Path], object], path: Path) -> None:
-    """Write a file by calling ``writer(path)``, and print its path to stderr."""
+    """Write a file by calling ``writer(path)``, and print the path to stderr."""
     try:
         writer(path)
     except OSError as error:

@@ -50,8 +50,8 @@ def replica_options(command: _Command) -> _Command:
             click.option(
                 "--gather-once/--gather-often",
                 default=True,
-                help="With --zero 3: gather each stage's weights once per step, or free them while other stages of the "
-                "rank run and gather them again.  [default: once]",
+                help="With --zero 3: gather each stage's weights once per step, or free the weights while other stages "
+                "of the rank run and gather them again.  [default: once]",
             ),
         )
     ):
@@ -71,7 +71,7 @@ class Replicas:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> "Replicas":
-        """Remove the values of `replica_options` from ``options``, and return them.
+        """Remove the values of `replica_options` from ``options``, and return a Replicas with these values.
 
         Raises UsageError if ``--zero`` is set, but there is only one replica.
         """

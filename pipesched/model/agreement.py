@@ -30,7 +30,7 @@ def facts_of_model(model: nn.Module) -> dict[str, str]:
 
 
 def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
-    """Return the training modes of the model and of its modules without tensors. They must be the same on all ranks.
+    """Return the training modes of the model and of its modules without tensors. All ranks must have the same modes.
 
     The mode of any other module matters only on the rank that runs it, so each rank can set it separately. If
     ``whole`` is True, only the mode of the model itself is returned, because ``wrap=`` may have added different modules

@@ -39,7 +39,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's values.
+    """A tensor's values at one time, for comparison with its values at another time.
 
     Comparisons check the bits as well as the version, because writes through ``.data`` do not change the version.
     """
@@ -111,8 +111,8 @@ def changed_classes(
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
     """Find the class attributes that forwards change.
 
-    If the first forward changed an attribute, a second forward runs with different tensor values. This shows which
-    attributes every forward changes, and which are set only once or always to the same value.
+    If the first forward changed an attribute, a second forward runs with different tensor values. Attributes that the
+    second forward leaves unchanged are set only once, or always to the same value.
 
     Args:
         model: the user's module.

@@ -1,4 +1,4 @@
-"""Containers: split a model into layers and containers, and copy the containers to intercept the layer calls.
+"""Containers: splits a model into layers and containers, and copies the containers to intercept the layer calls.
 
 A container is a module whose child modules become layers: the model itself, or a module with lists of blocks. Any other
 module is a layer, called as a whole. The containers' code runs in shells: shallow copies of the containers in which
@@ -34,7 +34,7 @@ def as_whole(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the layers in order of registration, keyed by qualified name.
+    """Return a model's layers in order of registration, keyed by qualified name.
 
     A module registered twice gets the name under which it was registered first.
 
@@ -133,7 +133,7 @@ class _Copies:
 
 
 class Shells(_Copies):
-    """Copies of a model's containers. Their code calls the function ``call`` in place of each layer.
+    """Copies of a model's containers. The code of the copies calls the function ``call`` in place of each layer.
 
     Args:
         model: the user's module.
@@ -257,7 +257,7 @@ class Twin(_Copies):
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
-    """Copy a module's attributes to its copy, except the attributes in ``kept``."""
+    """Copy the attributes of the module ``own`` to the module ``copy``, except the attributes in ``kept``."""
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 

@@ -31,7 +31,7 @@ from pipesched.torch_checks import as_function
 
 __all__ = ["Init", "Initial", "built", "check_model"]
 
-#: The source of weights: "reset", a function that takes a module, tensors by name, or safetensors files.
+#: The source of weights: "reset", a function that fills a module, tensors by name, or safetensors files.
 Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Tensor] | Callable[[nn.Module], Any]
 
 _RESET = "reset"
@@ -55,15 +55,15 @@ def check_model(model: Any) -> None:
 
 
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Call a function that builds a model, so that the parameters are on the meta device and the buffers have values.
+    """Build a model whose parameters are on the meta device and whose buffers have values.
 
-    If ``model`` is already a module, it is returned unchanged. Each parameter moves to the meta device as soon as a
+    If ``model`` is already a module, returns the module unchanged. Each parameter moves to the meta device as soon as a
     module registers it, so at most one parameter at a time uses memory. Random numbers for buffers depend only on the
     seed. Raises ModelTypeError if the function does not return a module.
     """
     if isinstance(model, nn.Module):
         return model
-    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # or a parameter
+    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # returns a parameter
     try:
         with _drawing(seed, "buffers"):
             made = model()
@@ -117,7 +117,7 @@ class Initial:
         loss_fn: the loss, which must not be on the meta device.
 
     Raises:
-        InputError: ``init`` is given for a model without meta tensors, or names or shapes do not fit the model.
+        InputError: ``init`` is not None but the model has no meta tensors, or names or shapes do not fit the model.
         GraphError: parameters on the meta device have hooks, or the loss module is on the meta device.
 
     """
@@ -164,7 +164,7 @@ class Initial:
         """Fill the tensors that this process's ranks hold, and the buffers that belong to no layer.
 
         Raises:
-            GraphError: some tensors were not filled. All ranks of a mesh raise it.
+            GraphError: some tensors were not filled. All ranks of a mesh raise this error.
 
         """
         if not self._empty:
@@ -283,7 +283,7 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
         raise InputError(
             f"each weight must have the same shape as the model's tensor, and both or neither must be floating-point; "
             f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape "
-            f"{list(shape)} {'in the files' if files else 'in the given weights'}; use weights of the same model"
+            f"{list(shape)} {'in the files' if files else 'in the mapping'}; use weights of the same model"
         )
 
 
@@ -345,7 +345,7 @@ class _Unit:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     #: The unfilled tensors that no earlier unit holds.
     empty: list[tuple[_Place, Tensor]] = field(default_factory=list)
-    #: A container's own buffers.
+    #: Buffers that are registered on a container itself.
     loose: list[Tensor] = field(default_factory=list)
 
 

@@ -64,7 +64,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def normalised_over_rows(model: nn.Module) -> list[str]:
-    """Return the names of BatchNorm layers in training mode; they normalise over the rows of a batch."""
+    """Return the names of the BatchNorm layers in training mode, which normalise over the rows of a batch."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # excluding SyncBatchNorm, which synchronises replicas
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
 
@@ -130,7 +130,7 @@ def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator
 
 
 class Members:
-    """Detects replaced modules: stores the modules that the containers around a model's layers hold.
+    """Detects modules that were replaced after the pipeline was built: stores the modules in the model's containers.
 
     A pipeline runs the layers that the model had when the pipeline was built. Without this check, a module that
     replaces a layer later would not be trained.

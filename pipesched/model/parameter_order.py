@@ -12,8 +12,8 @@ _ADDED = "~"  # sorts after digits
 class ParameterOrder:
     """The order of a model's parameters before ``wrap=`` changes them. Parameters added later come last, by name.
 
-    A tied parameter is sorted by its first name. ``roots`` maps prefixes of parameter names to modules: one for the
-    model, one for the loss module.
+    A tied parameter is sorted by its first name. ``roots`` maps prefixes of parameter names to root modules: the model,
+    and the loss module.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:

@@ -1,7 +1,8 @@
 """Safetensors files: reads tensors by name, one at a time, from safetensors files.
 
 The safetensors library maps a file into memory, and checks that the header fits the file. Each read opens the file and
-closes it again. So memory holds the mapped pages of at most one tensor at a time, in addition to the tensors read.
+closes it again. Memory therefore holds the mapped pages of at most one tensor at a time, in addition to the tensors
+that were read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     if not path.is_file():
         raise InputError(
             f"every safetensors file that an index names must be in the folder of the index; {path} does not exist; "
-            f"download it"
+            f"download this file"
         )
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  file is not a mapping
@@ -156,7 +157,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except Exception as error:  # the library's own errors, and torch's for an unknown type
+    except Exception as error:  # an error of safetensors, or torch's error for an unknown dtype
         raise InputError(
             f"a safetensors file must begin with a header that describes its tensors; the header of {path} "
             f"({path.stat().st_size} bytes) cannot be read ({error!r}); download the file again, or convert it"

@@ -68,7 +68,7 @@ class ShardedModules:
     def largest_unit(self) -> int:
         """Return the size in bytes of the largest module's full (unsharded) weights.
 
-        If a sharded module contains another one, the inner module's weights are not counted for the outer module.
+        The weights of a sharded module inside another sharded module count only for the inner module.
         """
         sizes: list[int] = []
         for module in self._modules:
@@ -104,7 +104,7 @@ class ShardedModules:
         self._gathers = [module.unshard(async_op=True) for module in self._modules]
 
     def wait(self) -> bool:
-        """Wait for the weights. Return whether they stay gathered until ``reduce`` or ``release``."""
+        """Wait for the weights. Return whether the weights stay gathered until ``reduce`` or ``release``."""
         if self._gathers:
             for gather in self._gathers:
                 gather.wait()
@@ -116,8 +116,8 @@ class ShardedModules:
     def accumulate(self) -> None:
         """Add gradients computed outside FSDP2's backward to FSDP2's sums.
 
-        Does nothing if FSDP2 sums in ``.grad``, which already contains these gradients. FSDP2 sums elsewhere only if it
-        gathers the weights in a dtype other than that of the shards.
+        Does nothing if FSDP2 sums in ``.grad``, which already contains these gradients. FSDP2 sums in other tensors
+        only if it gathers the weights in a different dtype than the dtype of the shards.
         """
         if self._casts:
             for root in self._roots:

@@ -45,7 +45,7 @@ class Placement:
     here: int = 0
     #: Name of a parameter or buffer -> the mesh rank that holds it.
     homes: Mapping[str, int] = field(default_factory=dict)
-    #: The names of parameters that replicas divide. This process holds some of their rows.
+    #: The names of parameters that replicas divide. This process holds only some rows of each parameter.
     divided: frozenset[str] = frozenset()
 
     @cached_property
@@ -192,7 +192,7 @@ def check_not_stale(model: nn.Module) -> None:
 
 
 class StaleGuard:
-    """Registers, checks and removes the hooks for one pipeline. Pipelines with the same placement share the hooks.
+    """Registers, checks and removes the StaleHook of one pipeline. Pipelines with the same placement share a hook.
 
     ``roots`` maps name prefixes to modules; the model comes first.
     """

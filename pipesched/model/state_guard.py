@@ -57,7 +57,7 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
 
 
 def reachable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return a module's parameters, and those of other modules that it refers to through attributes and containers."""
+    """Return the parameters of a module and of the modules that it refers to through attributes and containers."""
     return [one for one in _held_by([module], functions=False) if isinstance(one, nn.Parameter)]
 
 
@@ -374,7 +374,7 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Return a value in which all objects that a layer may change, such as key-value caches, are copies.
+    """Return ``value`` with copies of all objects that a layer may change, such as key-value caches.
 
     Tensors are shared, not copied.
     """

@@ -33,7 +33,7 @@ def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mappin
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
     """Make a leaf share its weight's current memory or, on another device, hold a copy of the weight.
 
-    While the weight is on the meta device, so is the leaf.
+    While the weight is on the meta device, the leaf is on the meta device, too.
     """
     if leaf.is_meta and not parameter.is_meta:
         give_contents(leaf, parameter.data.to(device))

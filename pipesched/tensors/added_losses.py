@@ -36,10 +36,11 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
                 pipesched.add_loss(0.01 * (shares.mean(0) ** 2).sum(), name="balance")
                 ...
 
-    `Pipeline.step` multiplies the added loss by the weight of the micro-batch, like the loss itself, computes the
-    gradients in the stage's backward, and includes the added loss in the loss that it returns. `Pipeline.evaluate` and
-    `pipesched.testing.reference_step` also include it. A layer that is recomputed adds its loss only once. Losses with
-    the same name are summed in ``pipe.metrics``. In a training loop without a pipeline, use `collect_losses`.
+    `Pipeline.step` multiplies the added loss by the micro-batch's weight, as it does with the model's loss. The stage's
+    backward computes the gradients of the added loss. The losses that `Pipeline.step`, `Pipeline.evaluate` and
+    `pipesched.testing.reference_step` return include the added loss. A layer that is recomputed adds its loss only
+    once. Losses with the same name are summed in ``pipe.metrics``. In a training loop without a pipeline, use
+    `collect_losses`.
 
     Args:
         value: the loss over the rows of one micro-batch, a floating-point tensor of shape [].

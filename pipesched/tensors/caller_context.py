@@ -23,7 +23,7 @@ class Caller:
 
     @classmethod
     def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":
-        """Return the settings of the current thread, with the given grad mode."""
+        """Return the settings of the current thread, but with ``grad`` as the grad mode."""
         autocasts = tuple(
             {
                 "device_type": kind,
@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """A context that applies the autocast settings to a forward. A backward does not need them."""
+        """A context that applies the autocast settings to a forward. A backward does not need autocast settings."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

@@ -38,7 +38,7 @@ class RankDevices(Protocol):
         """Return whether the rank runs in this process."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise the error, and make the ranks of other processes raise as well."""
+        """Raise the error, and make the ranks of other processes raise an error as well."""
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:

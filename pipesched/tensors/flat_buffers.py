@@ -19,7 +19,8 @@ def places(tensors: Iterable[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, 
 def free(buffer: Tensor) -> None:
     """Free the memory of a CPU buffer that was used by collectives and is no longer needed.
 
-    Dropping the reference may not free it immediately, because a gloo thread can keep a reference for a short time.
+    Dropping the last reference in Python may not free the memory immediately, because a gloo thread can keep a
+    reference for a short time.
     """
     if not buffer.is_cuda:
         buffer.untyped_storage().resize_(0)

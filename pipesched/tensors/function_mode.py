@@ -28,7 +28,7 @@ class _Provider(Protocol):
 
 
 class Intercept(TorchFunctionMode):
-    """Calls a handler in place of each torch function that has one. The lookup takes about 1 us per call."""
+    """Calls a handler in place of each torch function that has a handler. The lookup takes about 1 us per call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()

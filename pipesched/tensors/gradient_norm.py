@@ -29,7 +29,7 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
     """
     grad = grad.coalesce().values() if grad.is_sparse else grad
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
-    whole = getattr(norm, "full_tensor", None)  # only a DTensor has it; importing DTensor takes a second
+    whole = getattr(norm, "full_tensor", None)  # only a DTensor has this method; importing DTensor takes a second
     return norm if whole is None else cast(Tensor, whole())
 
 
@@ -54,7 +54,7 @@ def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtyp
 
 @torch.no_grad()
 def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
-    """Return the total norm, given each gradient's norm, on the first norm's device; 0 if there are no gradients."""
+    """Compute the total norm from each gradient's norm, on the first norm's device; 0 if there are no gradients."""
     if not len(norms):
         return torch.tensor(0.0)
     vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])

@@ -32,7 +32,7 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-#: An argument that requires a gradient, so that the results require one, too. Its own gradient is always None.
+#: An argument that requires a gradient, so that the results require a gradient, too. Its gradient is always None.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 

@@ -1,10 +1,10 @@
 """Keyed random: random numbers that depend on the place in the model and the point in training, never on the plan.
 
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
-bits in any stage, in any thread, in any order of execution, and when the layer is recomputed. Dropout uses its own
-generator. For other random functions the default generator is seeded for each call, under a lock, because all threads
-share that generator. If a layer, or the code between layers, uses the global generator of Python or numpy, that
-generator is seeded in the same way.
+bits in any stage, in any thread, in any order of execution, and when the layer is recomputed. Dropout uses a separate
+generator. For other random functions, the default generator is seeded for each call. A lock protects the default
+generator, because all threads share it. If a layer, or the code between layers, uses the global generator of Python or
+numpy, that generator is seeded in the same way.
 """
 
 import functools
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     layer: str
     call: int = 0
     op: int = 0
-    #: The key for the generators of Python and numpy; None if the code does not use them.
+    #: The key for the generators of Python and numpy; None if the code uses neither generator.
     outside: str | None = None
 
 
@@ -106,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers that draw keyed random numbers. Each stage has its own object, used by one thread at a time."""
+    """Provides handlers that draw keyed random numbers. Each stage has a separate KeyedRandom object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -237,12 +237,12 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        at = next(i for i, value in enumerate(args) if isinstance(value, float))  # dropout, then the training flag
+        at = next(i for i, value in enumerate(args) if isinstance(value, float))  # p; the training flag is next
         return not (args[at] and args[at + 1])
     if name in ("rrelu", "rrelu_"):
         return not kwargs.get("training", args[3] if len(args) > 3 else False)
     if "dropout" in name:
-        default = "alpha" not in name  # default of Python functions; others always pass the flag
+        default = "alpha" not in name  # the default of torch's Python functions
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else default))
         return not (training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
     return False

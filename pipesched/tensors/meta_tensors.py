@@ -45,8 +45,8 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
     except RuntimeError as error:
         raise GraphError(
             f"a model on the meta device must not keep views of its weights, because the weights are filled in place; "
-            f"the model keeps views of a weight of shape {list(tensor.shape)}, which would stay empty ({error}); make "
-            f"the views in the forward"
+            f"the model keeps views of a weight of shape {list(tensor.shape)}, which would stay empty ({error}); "
+            f"create the views in the forward"
         ) from error
 
 
@@ -83,7 +83,7 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """Lets functions take both meta tensors and other tensors, by converting the others to meta tensors.
+    """Lets torch functions mix meta tensors with other tensors: converts the other tensors to meta tensors.
 
     ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the values of a meta tensor.
     """

@@ -77,7 +77,7 @@ class Payload:
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
         """Flatten a value, and apply ``detached`` to its tensors.
 
-        By default, the payload's tensors share memory and version counters with those of the value.
+        By default, the payload's tensors share memory and version counters with the value's tensors.
         """
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
@@ -134,11 +134,11 @@ class Payload:
         )
 
     def same_form(self) -> "Callable[[Sequence[Any]], Any]":
-        """Return a function that rebuilds the value from other leaves. It does not keep this payload's leaves alive."""
+        """Return a function that rebuilds the value from other leaves, without keeping this payload's leaves alive."""
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """Return a payload with ``change`` applied to each tensor, for example to copy them to another device."""
+        """Return a payload with ``change`` applied to each tensor, for example to copy tensors to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
@@ -258,7 +258,7 @@ def has_a_row_each(value: Any) -> bool:
 
 
 def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """Select rows of a value: apply ``choose`` to tensors, and take the items ``rows`` from lists of dicts."""
+    """Select rows of a value: apply ``choose`` to tensors, and select the items ``rows`` of lists of dicts."""
 
     def chosen(leaf: Any) -> Any:
         if has_a_row_each(leaf):

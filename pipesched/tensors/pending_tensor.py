@@ -17,8 +17,8 @@ def pending(take: Callable[[], Tensor]) -> Tensor:
     """Return a tensor that gets its value from ``take`` on first use and then becomes a plain torch.Tensor.
 
     Any operation, attribute access, conversion or collective counts as a use, except ``torch.tensor(pending)``. That
-    call bypasses the methods of subclasses, so it copies NaN before the first use. If ``take`` raises, the use raises
-    the same error.
+    call bypasses the methods of subclasses, so before the first use, the call copies NaN. If ``take`` raises an error,
+    the use raises the same error.
     """
     with torch.inference_mode(False):
         tensor = torch.tensor(nan).as_subclass(_Pending)

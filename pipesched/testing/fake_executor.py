@@ -1,8 +1,8 @@
 """Fake executor: runs a program on stages that compute nothing, on a virtual clock or with sleeps.
 
-The program runs in the same interpreter as real stages. With a virtual clock, it runs in one thread and takes only
-milliseconds. If the program was not validated, the run raises an error for a deadlock, for missing or repeated work,
-and for a message to the wrong action.
+The code that runs programs on real stages also runs the program on fake stages. With a virtual clock, the run uses one
+thread and takes only milliseconds. If the program was not validated, the run raises an error for a deadlock, for
+missing or repeated work, and for a message to the wrong action.
 """
 
 import time
@@ -30,7 +30,7 @@ class _VirtualClock:
 
     def __init__(self) -> None:
         self.time_s: float = 0
-        self._copied: dict[Kind, float] = {}  # kind of copy -> the end of the last copy of that kind
+        self._copied: dict[Kind, float] = {}  # kind of copy -> end time of the last copy of this kind
 
     def now(self) -> float:
         """Return the current time in seconds."""
@@ -271,7 +271,7 @@ class _Mail:
         self._placement = program.placement
         self._clocks = clocks
         self._costs = costs
-        self._free: dict[tuple[int, int], float] = {}  # link -> the time at which it becomes free again
+        self._free: dict[tuple[int, int], float] = {}  # link -> time at which the link becomes free
         self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
         self._norms: dict[int, list[tuple[float, list[Any]]]] = {}  # rank -> (send time, norms) for each update
 

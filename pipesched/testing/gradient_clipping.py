@@ -1,4 +1,4 @@
-"""Gradient clipping for training loops without a pipeline. The results are bit-identical to those of a pipeline."""
+"""Gradient clipping for training loops without a pipeline. The results are bit-identical to a pipeline's results."""
 
 from collections.abc import Iterable
 
@@ -36,7 +36,7 @@ def clip_grad_norm_(
         norm = pipesched.testing.clip_grad_norm_(model.parameters(), 1.0)
 
     The norm of each gradient is computed in float32 (float64 for a float64 gradient); the total norm is the norm of
-    these norms. For float32 gradients on one device, the result is bit-identical to that of
+    these norms. For float32 gradients on one device, the result is bit-identical to the result of
     ``torch.nn.utils.clip_grad_norm_``. For bfloat16 gradients the results differ, because torch rounds each norm to
     bfloat16.
 
@@ -67,7 +67,7 @@ def clip_grad_norm_(
 
 
 def _norm(grad: Tensor, norm_type: float, num_shards: int) -> Tensor:
-    """Return the norm of a gradient, combined from the norms of its shards if it has several."""
+    """Return the norm of a gradient. With several shards, the norms of the gradient's shards are combined."""
     cuts = row_cuts(grad.shape, num_shards) if num_shards > 1 else None
     if cuts is None:
         return norm_of(grad, norm_type)

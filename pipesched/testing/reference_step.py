@@ -77,8 +77,9 @@ def reference_step(
         loss_weight: a function that takes a micro-batch's target (or its inputs if there is no target), and returns the
             weight of the micro-batch's loss. Default: the number of rows, or of targets over which the loss averages.
         loss_reduction: how the loss reduces over rows, "mean" or "sum". Default: read from ``loss_fn``, else "mean".
-        split_dims: the dimension along which arguments are split: one for all, a sequence with one per argument, or a
-            mapping from positions or names to dimensions. None: the argument is not split. Default: 0.
+        split_dims: the dimension along which arguments are split: one dimension for all arguments, a sequence with one
+            dimension per argument, or a mapping from positions or names to dimensions. None: the argument is not split.
+            Default: 0.
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch".
             Default: "micro-batch".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
@@ -143,7 +144,7 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        # pass edges, because for tensors torch would disable the torch function mode
+                        # edges, because for tensors torch would disable the torch function mode
                         torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()

@@ -88,8 +88,8 @@ def check_schedule(
         exact: whether to also require ascending micro-batch order; see ``Program.exact``. Schedules with several chains
             of stages are never exact and are exempt. Default: True.
         report: whether to print, for some shapes, the makespan, the bubble, the excess over ``lower_bound`` and the
-            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. An
-            F, I or W of a whole rank takes 1 s; with v chunks per rank, that of a chunk takes 1/v s. Default: True.
+            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. With v
+            chunks per rank, an F, I or W of one chunk takes 1/v s. Default: True.
 
     Raises:
         ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is not a schedule. Errors of the

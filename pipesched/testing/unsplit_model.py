@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. If the call is outside layers and uses parameters, count it and replace them."""
+        """Call a torch function. Count a call outside layers that uses parameters, and replace the parameters."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1

@@ -340,7 +340,7 @@ STATE = linears().state_dict()
         (
             STATE | {"0.weight": torch.ones(2, 3)},
             InputError,
-            r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
+            r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the mapping; use",
         ),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors that are not on the meta device"),
         (

@@ -168,7 +168,7 @@ def test_what_cannot_be_honoured_says_so() -> None:
         (
             lambda module, stage: Owner(module),
             GraphError,
-            "returned for stage 0 has parameters of its own: 'scale'; register",
+            "returned for stage 0 adds parameters outside the layers: 'scale'; register",
         ),
         (lose, GraphError, "layer 'blocks.0' of stage 0 was removed or changed"),
     ]
@@ -177,10 +177,10 @@ def test_what_cannot_be_honoured_says_so() -> None:
             pipeline(made("captured"), wrap)
     with pytest.raises(GraphError, match="must not change layers or weights that are used several times"):
         zoo.pipeline("tied", zoo.made("tied")[0], devices=["cpu"] * 2, wrap=shared)
-    with pytest.raises(ScheduleError, match="several copies of each: 4 stages, of which only 2 are different"):
+    with pytest.raises(ScheduleError, match="several copies of each stage: 4 stages, of which only 2 are different"):
         pipeline(made("row"), lambda module, stage: module, devices=["cpu"] * 2, schedule="chimera")
     with (
         pipeline(made("row"), lambda module, stage: nn.Sequential(module, module)) as pipe,
-        pytest.raises(ExecutionError, match="Sequential called it 2 times"),
+        pytest.raises(ExecutionError, match="Sequential called the stage module 2 times"),
     ):
         pipe.step(X, target=ZEROS)
