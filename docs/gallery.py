@@ -61,8 +61,8 @@ part of the model and these times are divided equally among them.
   The span of a rank is the time from the start of its first action to the end of its last.
 - **above the bound**: the relative difference between the makespan and the bound. No schedule with the same stages and
   ranks can beat the bound, even with unlimited memory.
-- **held**: the largest number of micro-batches that a rank holds at the same time, each from its F to the end of its B
-  or W. With n chunks per rank, a micro-batch in one chunk counts as 1/n.
+- **held**: the largest number of micro-batches that a rank holds at the same time. A rank holds a micro-batch from its
+  F to the end of its B or W. With n chunks per rank, a micro-batch in one chunk counts as 1/n.
 - **lines**: lines of code in the schedule's file, not counting blank lines, comments and docstrings.
 - **exact**: gradients are added in the order of the micro-batches, so the results of all exact schedules are
   bit-identical. The results of asynchronous schedules also depend on the weights that each micro-batch uses.
