@@ -148,8 +148,8 @@ class ModuleInterface:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a ``state_dict`` of this pipeline or of the bare model.
 
-        Under a mesh a rank needs only the state of its own stages, and ignores the rest of a complete state. With
-        ``Distributed(zero=3)`` every rank must call this method.
+        Under a mesh, the state may contain only the tensors of this rank's stages. With ``Distributed(zero=3)``, every
+        rank must call this method.
 
         Args:
             state: a dict of tensors, keyed by name.

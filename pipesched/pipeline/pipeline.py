@@ -93,7 +93,8 @@ class Pipeline(SavingInterface):
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
             the plan with the shortest predicted step, like `tune` without trial runs; the plan may leave devices
             unused.
-        num_microbatches: the number of micro-batches per batch. Default: 4 times the number of devices.
+        num_microbatches: the number of micro-batches per batch. Default: 4 times the number of ranks; a search with
+            ``batch_size`` can choose another number.
         num_stages: the number of stages. Default: the number of devices times the schedule's chunks per rank.
         boundaries: the first layer of every stage except stage 0, by position or name; or a dict ``{name: stage}`` that
             fixes only some boundaries. Default: boundaries that are not fixed are chosen to balance measured layer

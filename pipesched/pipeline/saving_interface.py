@@ -103,8 +103,9 @@ class SavingInterface(ModuleInterface):
         Weights, buffers and optimizer states are loaded by name. The number of steps and the seed are set to the
         saved values, and gradients are cleared. If any part of the checkpoint does not fit, nothing changes. Under a
         mesh, every rank must call this method; each rank reads only the files that it needs. The number of replicas can
-        change if the total number of micro-batches in all replicas stays the same; the resumed run then differs in
-        rounding, and a warning says so. ``zero=`` can change, too.
+        change if the total number of micro-batches in all replicas stays the same. The resumed run then differs in
+        rounding, and a warning says so, unless both runs use ``Numerics(reduction_order="tree")``. ``zero=`` can also
+        change.
 
         Args:
             path: the folder of a checkpoint, or a folder with several checkpoints (see ``keep`` of ``save``). Of

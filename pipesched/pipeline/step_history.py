@@ -28,7 +28,7 @@ class StepHistory:
     def trace(self) -> Trace | None:
         """The trace of the last step in this process; None before the first step.
 
-        For an asynchronous schedule, the trace covers the steps since the last flush.
+        For an asynchronous schedule, the trace covers the steps since the last flush, but at most the last six.
         """
         running = self._running
         if running.stream is not None:

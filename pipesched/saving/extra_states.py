@@ -123,6 +123,7 @@ class ExtraChanges:
         run: the run into which the states are loaded.
 
     Raises:
+        ArgumentError: an object has no load_state_dict method.
         CheckpointError: the checkpoint has no state for an object, or lacks a tensor that an object has.
 
     """
