@@ -41,8 +41,8 @@ _DEVICE = "torch.Tensor.device.__get__"
 class Looks:
     """The types and shapes of values that a stage does not send, and plain numbers that calls returned.
 
-    A Looks object is immutable, and a single pytree leaf of a message. Comparison distinguishes plain numbers of different types, such as 1 and True. ``values`` holds pairs
-    (Value, Look).
+    A Looks object is immutable, and a single pytree leaf of a message. Comparison distinguishes plain numbers of
+    different types, such as 1 and True. ``values`` holds pairs (Value, Look).
     """
 
     __slots__ = ("_key", "values")
