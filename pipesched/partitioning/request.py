@@ -1,4 +1,4 @@
-"""Request: the checked arguments of `partition`, and the partitioning problem made from them."""
+"""Request: checks the arguments of `partition`, and creates the partitioning problem from them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
