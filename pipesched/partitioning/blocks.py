@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each block uses an output of the previous block, so that only one order of the blocks is possible."""
+        """Whether each block depends on the previous block, so that only one order of the blocks is possible."""
         return sum(head == tail + 1 for tail, head in self.edges) == len(self) - 1
 
 

@@ -81,7 +81,7 @@ class CheckpointedChain:
         return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """Return the shortest time in ticks of a stage between two cuts; INFINITE if it does not fit into memory."""
+        """Return the shortest time in ticks of a stage between two cuts; INFINITE if memory is too small."""
         known = self._times[slot.stage]
         ticks = known.get((begin, end))
         if ticks is None:

@@ -39,7 +39,9 @@ __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 _LOG = logging.getLogger(__name__)
 
 _AUTO = "1f1b"
-_MORE_STEPS = 4  # a stream is aperiodic if it has no period within this multiple of the steps that PipeDream needs
+# A stream of steps counts as aperiodic if its order does not repeat within this multiple of the steps that PipeDream
+# needs.
+_MORE_STEPS = 4
 _MOST_KEPT = 32  # maximum number of orders kept for micro-batches of different sizes
 MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019)
 
@@ -165,7 +167,7 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Set the connections between stages, each from a stage to one that uses its output.
+        """Set the connections between stages. A connection leads from a stage to a stage that uses the output.
 
         A bidirectional schedule has a chain of stages for each direction. All chains get the same connections.
 
@@ -192,8 +194,8 @@ class ProgramFactory:
         Args:
             buckets: for each stage, the layers whose gradients are summed; empty for a single replica.
             gather_once: whether a step gathers the weights of a stage only once, if the weights are split across
-                replicas. If False, it gathers them again after other stages of the rank have run. Default: None (the
-                weights are not split).
+                replicas. If False, the step gathers the weights again after other stages of the rank have run. Default:
+                None (the weights are not split).
 
         Raises:
             ScheduleError: if the sums or gathers in the user's program are not those that the replicas need.
