@@ -79,9 +79,8 @@ class Plan:
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
-        replication: the number of replicas that run the program, each on different rows, and the tensors that are split
-            across the replicas (``zero``). ``costs`` then describes one replica. None: the plan does not depend on
-            replicas.
+        replication: the number of replicas that run the program on different rows, and the tensors that are split
+            across the replicas (``zero``). ``costs`` describes one replica. None: the plan does not depend on replicas.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
 

@@ -165,7 +165,7 @@ class Tuner:
         if self._search.searches_orders:
             orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
             self._found += orders.improve(self._found, self._moved, self._unrecomputed())
-            if self._search.schedule is not None:  # the user chose `searched`; the best known order is a candidate
+            if self._search.schedule is not None:  # the user chose `searched`: also consider the best known order
                 self._found.append(as_searched(self.best()[0]))
         return self._chosen()
 
@@ -201,9 +201,9 @@ class Tuner:
         """Return candidates without recomputation whose stages may have an order within the limits.
 
         These candidates use all ranks, and as many micro-batches as the fastest candidate. Placements for which a
-        candidate without recomputation already fits are left out. For each remaining placement, one candidate has the fastest cut, which
-        exceeds the limits. If a cut exists for which 1F1B with fewer micro-batches in flight is within the limits, a
-        second candidate has this cut. The placements with the best bounds come first.
+        candidate without recomputation already fits are left out. For each remaining placement, one candidate has the
+        fastest cut, which exceeds the limits. If a cut exists for which 1F1B with fewer micro-batches in flight is
+        within the limits, a second candidate has this cut. The placements with the lowest bounds come first.
         """
         mode = self._search.checkpoint or LADDER[0]
         fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
