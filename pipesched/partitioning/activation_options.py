@@ -24,7 +24,7 @@ _MOST = 2**59  # upper bound on the ticks of all copies in one direction, so tha
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOption:
-    """A way to store or recompute a layer's activations, and the time and memory that the layer then takes."""
+    """A way to store or recompute a layer's activations, and the resulting time and memory of the layer."""
 
     #: "recompute" or "offload"; None if the activations are kept on the device.
     keep: LayerCheckpoint | None

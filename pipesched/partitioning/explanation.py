@@ -173,7 +173,7 @@ def _busiest(costs: _StageCosts) -> str:
 
 
 def _lower(problem: Problem) -> str:
-    """Describe where the lower bound on the bottleneck comes from."""
+    """Return a text that explains the lower bound on the bottleneck."""
     layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))

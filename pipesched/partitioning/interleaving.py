@@ -69,7 +69,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the starting points of the descent: each consists of an order of the blocks and the cuts of this order.
+    """Yield the starting points of the descent. A starting point is an order of the blocks and the cuts of this order.
 
     The cuts minimise the time of the slowest stage. If there are no pins, this function also yields cuts that divide
     the work evenly.

@@ -254,7 +254,7 @@ def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
 
 
 def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
-    """Thin out a front: of each group of states with nearly equal times, keep the one with the fewest bytes."""
+    """Thin out a front: of each group of states with nearly equal times, keep the state with the fewest bytes."""
     sizes = [ticks[kept]] if copies is None else [ticks[kept], copies[kept]]
     steps = _MOST_STATES if copies is None else 40
     buckets = np.zeros(len(kept), np.int64)

@@ -69,7 +69,7 @@ def ticks_per_s(total_s: float, scale: int = 1) -> int:
     if not per_s:
         raise PartitionError(
             f"the times of all layers must add up to less than {_MOST // scale} s; they add up to "
-            f"{total_s:g} s; correct the unit"
+            f"{total_s:g} s; pass the times in seconds"
         )
     return per_s
 

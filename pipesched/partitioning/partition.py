@@ -88,8 +88,8 @@ def partition(
         speeds: the speed of each rank relative to the rank on which the layers were measured, in stage order.
             Default: all 1.
         any_order: whether the search can put stages on ranks in any order. Default: False (ranks keep their order).
-        starts: {layer: stage} for layers that must begin a given stage: the layer is in this stage, and all layers that
-            it needs are in earlier stages. Default: none.
+        starts: {layer: stage} for layers that must begin a stage. Such a layer is in this stage, and all layers on
+            which it depends are in earlier stages. Default: none.
         together: groups of layers that must share a stage. Default: none.
         exactly: whether to use exactly ``num_stages`` stages. Default: False.
         placement: the rank of each stage, for ranks with several stages (see `pipesched.program.placement`). The

@@ -24,7 +24,7 @@ Communication = Literal["none", "overlap", "serial"]
 
 @dataclass(frozen=True)
 class Pin:
-    """A layer that must begin a given stage. Its ``ancestors``, the layers that it needs, must be in earlier stages."""
+    """A layer that must begin a stage. All layers on which it depends (``ancestors``) must be in earlier stages."""
 
     stage: int
     layer: int

@@ -51,10 +51,10 @@ class Slot:
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """Return two cost terms for each cut: an end term for stages that end there, a start term for those that start.
+        """Return two cost terms for each cut: the end term and the start term.
 
-        The end term at the end of a stage, minus the start term at the start of the stage, is the stage's time in
-        ticks, multiplied by ``speed.numerator``.
+        The end term at the cut where a stage ends, minus the start term at the cut where the stage starts, is the
+        stage's time in ticks, multiplied by ``speed.numerator``.
         """
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)

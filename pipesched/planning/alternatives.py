@@ -66,7 +66,7 @@ class Alternative:
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """Return the alternative that was chosen, which is the one without a note."""
+    """Return the chosen alternative, which is the alternative without a note; None if every alternative has a note."""
     return next((alternative for alternative in alternatives if not alternative.note), None)
 
 

@@ -137,7 +137,7 @@ class AxesRequest:
 
     @property
     def _order_matters(self) -> bool:
-        """Whether the links between ranks differ. If they do, the numbering of the ranks affects the step time."""
+        """Whether links between ranks differ. If so, the numbering of the ranks affects the step time."""
         links = self.links or self.profile.machine.links
         return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
 

@@ -121,7 +121,7 @@ class Known:
         return stage.total_s / (known * self.slowness(stage.device)) if known else 1.0
 
     def _scaled(self, stage: StageTimes, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
-        """Return the stage's layers, scaled so that their times add up to the stage's measured times.
+        """Return the costs of the stage's layers, scaled so that the layer times add up to the stage's measured times.
 
         Args:
             stage: the stage and its measured times.

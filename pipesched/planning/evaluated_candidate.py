@@ -48,9 +48,9 @@ class EvaluatedCandidate:
     def runs(self) -> Program:
         """The program that runs in a step of this candidate.
 
-        It contains the recomputes, the copies to and from the host, and the collectives in which replicas sum gradients
-        and gather weights. It contains the updates only if they wait for the norm of all gradients, or if replicas
-        update the weights.
+        The program contains the recomputes, the copies to and from the host, and the collectives in which replicas sum
+        gradients and gather weights. The program contains the updates only if the updates wait for the norm of all
+        gradients, or if replicas update the weights.
         """
         program = self.candidate.runs
         if self.replication is not None:

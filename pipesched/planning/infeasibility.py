@@ -95,8 +95,8 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:
     """Find the plan that needs the least memory per rank, regardless of the request's limit.
 
-    The search starts with the schedules that need the least memory. It then tries all candidates with a limit below the
-    best peak so far, until no candidate fits or the effort is spent.
+    The search starts with the schedules that need the least memory. Then the search tries all candidates with a limit
+    below the best peak so far, until no candidate fits or the effort is spent.
     """
 
     def within(limit: int, only: Candidate | None = None) -> EvaluatedCandidate | None:

@@ -46,7 +46,7 @@ class LeanCandidates:
     def _is_allowed(self, candidate: Candidate) -> bool:
         """Return whether a candidate has the requested placement, if any, and can stay within ``max_in_flight``.
 
-        For this, each rank must be allowed to hold at least one micro-batch per chunk.
+        Within ``max_in_flight``, each rank must be able to hold at least one micro-batch per chunk.
         """
         limits = self._search.max_in_flight
         if limits is not None and candidate.schedule.chunks_per_rank > min(limits[: candidate.num_ranks]):

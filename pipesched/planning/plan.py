@@ -157,7 +157,7 @@ class Plan:
     def mesh(self) -> dict[str, int] | None:
         """The mesh dimensions that the plan needs, such as ``{"dp": 8, "pp": 4}``; None if ``replication`` is None.
 
-        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates it.
+        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates the mesh.
         """
         return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
 
@@ -329,7 +329,7 @@ def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
         raise ScheduleError(
             f"a plan must have one stage for each part of the model; the plan lists "
             f"{counted(len(stages), 'stage')}, but its program cuts the model into "
-            f"{counted(program.num_weights, 'part')}; correct one of them"
+            f"{counted(program.num_weights, 'part')}; correct the stages or the program"
         )
     if () in stages:
         raise ScheduleError(
@@ -379,7 +379,7 @@ _MORE = (
 
 
 def searched_before(program: Program, costs: Costs | None) -> Schedule:
-    """Return the schedule `searched` with a program that it found earlier.
+    """Return the schedule `searched` with a program that this schedule found earlier.
 
     For at most as many micro-batches as ``program`` has, the schedule uses ``program``. For more micro-batches, the
     schedule searches again with ``costs``. No rank then holds more (stage, micro-batch) pairs than in ``program``.

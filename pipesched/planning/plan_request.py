@@ -20,7 +20,7 @@ __all__ = ["PlanRequest"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The choices of a user. If a choice is None, pipesched makes it."""
+    """The choices of a user. If a choice is None or "auto", pipesched makes the choice."""
 
     schedule: str | Schedule | Program = "auto"
     num_stages: int | None = None

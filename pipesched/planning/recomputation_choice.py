@@ -60,7 +60,7 @@ class RecomputationChooser:
 
         If the candidate fits into memory without recomputation, yields only this candidate. Otherwise, yields
         candidates that recompute or offload individual layers or, if none of these fits, candidates that recompute
-        whole stages. If the request gives a checkpoint setting, only that setting is tried.
+        whole stages. If the request has a checkpoint setting, only that setting is tried.
         """
         asked = self._search.checkpoint
         plain = self.without_limits(candidate.recomputing(LADDER[0] if asked is None else asked))
@@ -92,9 +92,10 @@ class RecomputationChooser:
     def with_simple_cuts(self, candidate: Candidate) -> list[EvaluatedCandidate]:
         """Return a copy of the candidate for each simple cut that is allowed and within the limits.
 
-        One simple cut makes the slowest stage as fast as possible. Under memory limits, there are two more: one puts
-        equal numbers of layers into all stages, and one minimises the size of the weights on the rank with the
-        largest weights. Returns [] if the boundaries of all stages are given, or if there are too few layers.
+        The first simple cut makes the slowest stage as fast as possible. Under memory limits, two more cuts are tried:
+        the second cut puts equal numbers of layers into all stages, and the third cut minimises the size of the weights
+        on the rank with the largest weights. Returns [] if the user has set all boundaries, or if the candidate has
+        more stages than layers or exceeds a limit on micro-batches in flight.
         """
         pins = self._search.pins
         if pins.complete or candidate.num_stages > len(pins.layers) or self._holds_too_many(candidate):

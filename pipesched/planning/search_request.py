@@ -192,7 +192,7 @@ class SearchRequest:
         num_cores: int | None = None,
         **others: Any,
     ) -> "SearchRequest":
-        """Check a user's request and make a search request from it. Unmeasured overheads get default values.
+        """Check a user's request, and return a search request. Unmeasured overheads get default values.
 
         Args:
             profile: the costs of the layers.
@@ -200,8 +200,8 @@ class SearchRequest:
             batch_size: the number of rows in a batch.
             request: the user's choices.
             memory_limit_bytes: one limit for all ranks, or one for each rank. Default: no limit.
-            counts: the numbers of micro-batches to try if the request gives none. Default: chosen so that micro-batches
-                are within the range of the measured sizes.
+            counts: the numbers of micro-batches to try if the request has no number. Default: numbers for which the
+                micro-batch size is within the range of the measured sizes.
             ranks_are: "threads" or "processes". Default: "threads".
             num_cores: the number of CPU cores that all ranks share. Default: ``num_ranks``.
             others: other fields of SearchRequest.

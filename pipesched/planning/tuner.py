@@ -81,8 +81,8 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 def find_plan_of_replicas(search: SearchRequest) -> Plan:
     """Find the best plan for a request with replicas.
 
-    If the weights are split across replicas, first searches for a plan that gathers them only once per step. If no such
-    plan fits into memory, searches for a plan that gathers them for each use.
+    If the weights are split across replicas, first searches for a plan that gathers the weights only once per step. If
+    no such plan fits into memory, searches for a plan that gathers the weights for each use.
 
     Raises the same errors as ``find_plan``.
     """
@@ -173,7 +173,7 @@ class Tuner:
         """Return the candidate to use.
 
         If an order that the search found is clearly faster than all known schedules, return it. Otherwise return the
-        simplest candidate with a known schedule that is about as fast as the fastest one. If this candidate uses
+        simplest candidate with a known schedule that is about as fast as the fastest such candidate. If it uses
         several ranks, it is also at least as fast as every candidate with a simple cut.
         """
         searched = list(filter(is_searched, self._found))
@@ -346,8 +346,8 @@ class Tuner:
         """Return a lower bound in seconds on the step time of every partition.
 
         The bound is the larger of two times: the time of the slowest layer for all micro-batches, and the time of the
-        busiest rank if the work is divided in the best possible way. This is usually an even division among all ranks,
-        with two exceptions:
+        busiest rank if the work is divided in the best possible way. Usually the best way is an even division among all
+        ranks. There are two exceptions:
 
         - A schedule may limit a rank to w micro-batches (see `window_of`). The first rank holds each micro-batch until
           all work on it is done. So at any time, at most w micro-batches are in progress, and at most w ranks work.

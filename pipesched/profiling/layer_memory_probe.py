@@ -108,12 +108,12 @@ class _Pass:
     bytes. Except where stated, a layer's input and output are counted only if the stage keeps them.
 
     - ``forward``: the peak during F, always including the input.
-    - ``backward``: the peak during B or I, in addition to the kept activations. It includes the output's gradients.
+    - ``backward``: the peak during B or I, minus the kept activations. The peak includes the output's gradients.
     - ``left``: the memory in use between I and W.
-    - ``left_input``: the part of ``left`` that holds the layer's inputs.
-    - ``left_grad``: the part of ``left`` that holds the gradients that the W needs.
-    - ``delivery``: the peak during W, in addition to ``left``.
-    - ``deferred``: the size of the weight gradients that the W computes.
+    - ``left_input``: the part of ``left`` that the layer's inputs occupy.
+    - ``left_grad``: the part of ``left`` that the gradients for W occupy.
+    - ``delivery``: the peak during W, minus ``left``.
+    - ``deferred``: the size of the weight gradients that W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:

@@ -42,7 +42,7 @@ _FIRST_BYTES = 1 << 16
 _GROWTH = 8  # ratio of successive message sizes
 _MOST_BYTES = 1 << 22
 _COLLECTIVE_BYTES = 64, 1 << 19, _MOST_BYTES
-_LONG_S = 0.02  # seconds; latency hardly affects the bandwidth measured by a transfer of this length
+_LONG_S = 0.02  # seconds; latency hardly affects the measured bandwidth if a transfer takes this long
 
 #: Runs a program whose stages have outputs of these sizes in bytes, and returns the spans of all ranks.
 Run = Callable[[Program, Sequence[int]], Iterable[Span]]

@@ -83,11 +83,11 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """Return the size in bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
+    """Return the size in bytes of a parameter's state tensor, computed from that of the parameter's stand-in.
 
     If a dimension has the same size in the state tensor and in the stand-in, the parameter's size of this dimension
-    replaces this size. If the numbers of dimensions differ, the state tensor's bytes are multiplied by the
-    ratio of the parameter's bytes to the stand-in's bytes. The size of a scalar does not change.
+    replaces this size. If the numbers of dimensions differ, the state tensor's bytes are multiplied by the ratio of the
+    parameter's bytes to the stand-in's bytes. The size of a scalar does not change.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

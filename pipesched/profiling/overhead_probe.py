@@ -304,10 +304,11 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """Collects overheads in seconds, keyed by the case, the kind of action, and the number of rows in the message.
+    """Collects overheads in seconds, keyed by measurement, kind of action, and number of rows in the message.
 
-    There are four cases: an action without messages, an action that sends a message, an action that receives a message,
-    and a pair of actions on two ranks. In a pair, the second action waits for the first.
+    The probe measures four overheads: of an action without messages ("action"), of an action that sends a message
+    ("send"), of an action that receives a message ("receive"), and of two actions on two ranks ("chained"), the second
+    of which waits for the first.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Stage memory probe: measures the memory of each stage of a captured model by running the stage as a whole.
 
 A stage needs more memory than all its layers together, for four reasons. A view keeps its whole storage alive. A value
-that a later layer uses stays in memory until that layer runs. If several layers use a value, its gradients stay in
-memory until they are added. Variables of code between layers keep tensors alive.
+that a later layer uses stays in memory until that layer runs. If several layers use a value, the gradients of the value
+stay in memory until they are added. Variables of code between layers keep tensors alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence

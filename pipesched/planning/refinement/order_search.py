@@ -1,9 +1,9 @@
 """Order search: finds faster orders of actions for the best candidates, within the memory limits.
 
-For each placement, the schedule `searched` starts from the programs of the candidates with that placement. It considers
-stage times, the times of messages over idle links, and the memory that micro-batches need. Candidates with the new
-orders are then evaluated like all other candidates, including all overheads and the total memory of each rank. Only
-orders that are faster and within the limits are kept.
+For each placement, the schedule `searched` starts from the programs of the candidates with that placement. The schedule
+considers stage times, the times of messages over idle links, and the memory that micro-batches need. Candidates with
+the new orders are then evaluated like all other candidates, including all overheads and the total memory of each rank.
+Only orders that are faster and within the limits are kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
