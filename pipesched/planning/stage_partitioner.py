@@ -92,7 +92,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """Return the partition into ``stages``, with a ``reason`` that says whether other boundaries would be faster."""
+        """Return the partition into ``stages``, with a ``reason`` saying whether other boundaries would be faster."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
