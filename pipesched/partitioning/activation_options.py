@@ -1,4 +1,4 @@
-"""Activation options: a layer's time and memory with its activations held, recomputed or offloaded.
+"""Activation options: a layer's time and memory if its activations are kept on the device, recomputed or offloaded.
 
 `pipesched.partitioning.knapsack` chooses one option for each layer.
 """
@@ -16,21 +16,24 @@ from pipesched.program.checkpoint_options import LayerCheckpoint
 
 __all__ = ["ActivationOption", "activation_options", "with_copies"]
 
-_ON_DEVICE = 3  # micro-batches whose offloaded activations are on the device: one leaving, one in use, one returning
+# The number of micro-batches whose activations are on the device although they are offloaded: the activations of one
+# micro-batch are being copied to the host, those of another are in use, and those of a third are being copied back.
+_ON_DEVICE = 3
 _MOST = 2**59  # upper bound on the ticks of all copies in one direction, so that sums fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOption:
-    """A way to store or recompute a layer's activations, and the time and memory that the layer then takes."""
+    """A way to store or recompute a layer's activations, and the resulting time and memory of the layer."""
 
     #: "recompute" or "offload"; None if the activations are kept on the device.
     keep: LayerCheckpoint | None
     #: The time of a micro-batch's forward, backward and recomputation, in ticks.
     ticks: int
-    #: Bytes held throughout a step.
+    #: Bytes that the layer occupies throughout a step.
     fixed_bytes: int
-    #: Bytes held for each micro-batch in flight, up to ``most_in_flight`` micro-batches.
+    #: Bytes that the layer occupies for each micro-batch in flight, but for at most ``most_in_flight`` micro-batches.
+    #: ``most_in_flight`` is None if all micro-batches in flight count.
     flight_bytes: int
     most_in_flight: int | None = None
     #: Bytes needed only while the layer runs. A rank runs one layer at a time.
@@ -42,7 +45,7 @@ class ActivationOption:
     forward_ticks: int = 0
 
     def held_bytes(self, in_flight: int) -> int:
-        """Return the number of bytes that the layer holds with ``in_flight`` micro-batches in flight."""
+        """Return the number of bytes that the layer occupies with ``in_flight`` micro-batches in flight."""
         counted = in_flight if self.most_in_flight is None else min(in_flight, self.most_in_flight)
         return self.fixed_bytes + self.flight_bytes * counted
 
@@ -50,9 +53,9 @@ class ActivationOption:
 def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
     """Return the ticks that a stage takes for one micro-batch, including copies to the host and back.
 
-    Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward, and the
-    copy back overlaps with a forward; in GPipe it is the other way round. An action and the copy that overlaps with it
-    together take the longer of their two times.
+    Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward, and the copy back
+    overlaps with a forward. In GPipe the copy to the host overlaps with a forward, and the copy back overlaps with a
+    backward. A compute action and the copy that overlaps with it take as long as the slower of the two.
 
     Args:
         forward: the ticks of the layers' forwards, as a number or an array.
@@ -66,7 +69,7 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 def activation_options(
     graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None
 ) -> list[tuple[ActivationOption, ...]]:
-    """Return the activation options of each layer. The first option holds all activations.
+    """Return the activation options of each layer. The first option keeps all activations on the device.
 
     Raises PartitionError if an argument or a cost is invalid.
     """
@@ -123,9 +126,9 @@ def _working(node: Mapping[str, Any]) -> int:
 
 
 def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
-    """Return the input size of a layer in bytes: the measured size or, if unknown, the size of the incoming tensors.
+    """Return the size of a layer's input in bytes: the measured size or, if unknown, the size of the incoming tensors.
 
-    A tensor on several edges is counted once.
+    If a tensor is on several incoming edges, its size is counted once.
     """
     if "input_bytes" in graph.nodes[layer]:
         return round(float(numbers([graph.nodes[layer]["input_bytes"]], "input_bytes of layer")[0]))

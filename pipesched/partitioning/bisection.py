@@ -15,7 +15,7 @@ INFINITE = 2**61  # larger than any time in ticks
 class Fails:
     """The result of a probe that finds no partition within the bound."""
 
-    #: The next bound worth probing. The probe also fails for every smaller bound.
+    #: The next bound worth probing, in ticks. The probe fails for every smaller bound.
     following: int
 
 
@@ -27,11 +27,11 @@ class Found:
     bottleneck: int
     #: The blocks, in stage order.
     order: list[int]
-    #: For each stage, the position in ``order`` just after its last block.
+    #: For each stage, the position in ``order`` just after the stage's last block.
     ends: list[int]
     #: The slot of each stage, including the stage's rank.
     slots: list[Slot]
-    #: The activation option of each layer; empty if all activations are held.
+    #: The activation option of each layer; empty if all activations are kept on the device.
     chosen: tuple[ActivationOption, ...] = ()
 
 
@@ -41,10 +41,10 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
     Args:
         low: a lower bound on the bottleneck, in ticks.
         guess: the first bound to probe, chosen so that a partition probably exists within it.
-        probe: a function that returns a partition within a bound, or `Fails`.
+        probe: a function of a bound. It returns a partition whose bottleneck is at most this bound, or `Fails`.
 
     Returns:
-        The partition (None if there is none within any bound), and the number of probes.
+        The partition (None if the probe fails for every bound), and the number of calls of ``probe``.
 
     """
     probes = 1

@@ -1,4 +1,4 @@
-"""Blocks: groups of layers that must share a stage, and the total costs before each possible cut."""
+"""Blocks: groups of layers that must share a stage, and the total costs of the layers before each possible cut."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ __all__ = ["Blocks", "Cuts", "Tensor", "contract", "cuts_of", "reduce_blocks"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a block produces for later blocks. It is sent across a cut once, even if several blocks use it."""
+    """A tensor that a block produces for later blocks. It crosses a cut only once, even if several blocks use it."""
 
     producer: int
     consumers: tuple[int, ...]
-    #: The size in bytes.
+    #: The size of the tensor in bytes.
     size: int
 
 
@@ -86,16 +86,16 @@ class Blocks:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each block needs the previous block, so that only one order is possible."""
+        """Whether each block depends on the previous block, so that only one order of the blocks is possible."""
         return sum(head == tail + 1 for tail, head in self.edges) == len(self) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """For each possible cut, the total costs of the layers before it.
+    """For each possible cut, the total costs of the layers before the cut.
 
-    A cut is a position in an order of the blocks, or an order ideal of the graph. No layers are before the first cut,
-    and all layers are before the last.
+    A cut is a position in an order of the blocks, or an order ideal of the graph (see `order_ideals`). No layers are
+    before the first cut, and all layers are before the last cut.
     """
 
     #: The time that the layers before each cut take for forward and backward, in ticks.
@@ -127,7 +127,10 @@ def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
 
 
 def _renumbered(layers: Layers, leader: Ints) -> Ints:
-    """Number the blocks in topological order. Of several ready blocks, the one with the earliest layer comes first."""
+    """Return the block of each layer. Blocks are numbered in topological order.
+
+    If several blocks can be next in this order, the block with the earliest layer is next.
+    """
     firsts, block_of = np.unique(leader, return_inverse=True)
     if (block_of[layers.tails] <= block_of[layers.heads]).all():
         return np.asarray(block_of)
@@ -147,16 +150,16 @@ def _renumbered(layers: Layers, leader: Ints) -> Ints:
 
 
 def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
-    """Merge blocks without cost into a neighbour where this does not change the smallest bottleneck.
+    """Merge blocks without cost into a neighbouring block where this does not change the smallest bottleneck.
 
-    A block without cost is merged into its only producer if cutting between the two never sends fewer bytes than
-    cutting after both. It is merged into its only consumer if cutting between the two never sends fewer bytes than
-    cutting before both.
+    A block without cost is merged into its only producer if a cut between the two blocks never sends fewer bytes than a
+    cut after both. It is merged into its only consumer if a cut between the two blocks never sends fewer bytes than a
+    cut before both.
 
     Args:
-        blocks: the blocks.
+        blocks: the blocks to merge.
         by_size: whether the bytes sent across cuts are a cost.
-        by_memory: whether the bytes held by layers are a cost.
+        by_memory: whether the bytes that layers occupy are a cost.
 
     """
     while True:
@@ -175,7 +178,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
 
 class _Sizes:
-    """For each block, the bytes produced for other blocks, and the tensors used from other blocks."""
+    """For each block, the bytes that it produces for other blocks, and the tensors of other blocks that it uses."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.out = [0] * len(blocks)
@@ -209,7 +212,10 @@ def _joined_forward(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> li
 
 
 def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
-    """Compute the costs before each cut of one order of the blocks. There is a cut before each block and at the end."""
+    """Return the total costs of the layers before each cut of one order of the blocks.
+
+    There is a cut before each block, and a cut after the last block.
+    """
     layers = blocks.layers
     count = len(blocks)
     place = np.empty(count, np.int64)

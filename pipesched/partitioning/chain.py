@@ -1,9 +1,14 @@
 """Chain: given one order of the blocks, looks for a partition in which no stage takes longer than a bound.
 
-The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. In some cases
-this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If
-every rank must have a layer, filling the earlier stages can leave a layer that is too large for a slow rank or one with
-little memory. In such cases the probe tracks every reachable cut, slot by slot.
+Usually the probe puts as many layers into each stage as the bound allows, which leaves the fewest layers for later
+stages. This can miss a partition in three situations:
+
+- Stages wait for transfers. A stage with fewer layers can then take longer, because it can send larger tensors.
+- Stages must not be empty, and the ranks have different speeds or memory limits. The layers that remain for a later
+  rank can then be too large for it.
+- Ranks have memory limits and can be used in any order.
+
+In these situations the probe computes, slot by slot, all cuts at which a stage can end.
 """
 
 from bisect import bisect_right
@@ -27,8 +32,8 @@ class Chain:
     """Searches the partitions of one order of the blocks.
 
     Args:
-        order: the blocks.
-        cuts: the total costs before each cut of this order.
+        order: the blocks, in the order to search.
+        cuts: the total costs of the layers before each cut of this order.
         toll: the transfer time at each cut.
         line_up: the slots, that is, which stages can run on which ranks.
         spans: entry k is the first and the last cut at which stage k - 1 is allowed to end.
@@ -59,7 +64,7 @@ class Chain:
     def probe(self, bound: int) -> Found | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks.
 
-        Each stage takes as many layers as fit, unless this could miss a partition.
+        Each stage gets as many layers as the bound allows, unless this could miss a partition.
         """
         return self._fill(bound) if self._fills else self._reach(bound)
 
@@ -97,9 +102,10 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """For each cut, return the last allowed cut at or before it. Also return the next bound that allows more cuts.
+        """For each cut c, return the last allowed cut up to c. Also return the next bound that allows more cuts.
 
-        A cut is allowed if its transfer time is within the bound. If all cuts are allowed, the first result is None.
+        A cut is allowed if the transfer time at the cut is within the bound. If all cuts are allowed, the first result
+        is None.
         """
         ticks = self._toll.ticks
         beyond = ticks[ticks > bound]
@@ -111,7 +117,7 @@ class Chain:
     def _highs(self, snap: list[int] | None) -> list[int]:
         """For each k, return the last cut at which the first k stages can end so that each later stage gets a block.
 
-        Later stages that are allowed to stay empty need no block. ``snap`` is the first result of `_allowed`.
+        A later stage that is allowed to stay empty needs no block. ``snap`` is the first result of `_allowed`.
         """
         highs = [high for _, high in self._spans]
         for stage in reversed(range(len(highs) - 1)):
@@ -163,9 +169,9 @@ class Chain:
         return Fails(following) if state is None else self._reached(state, reached, bound)
 
     def _costs(self, index: int, starts: Bools) -> Ints:
-        """For each cut, return the least cost, over all possible starts, of a slot's stage that ends at this cut.
+        """Return, for each cut, the least cost of a slot's stage that ends at this cut.
 
-        ``starts`` is a mask of the cuts at which the stage can start.
+        The cost is INFINITE if no start is possible. ``starts`` is a mask of the cuts at which the stage can start.
         """
         ends, begins = self._weighed[index]
         values = np.where(starts, begins, -INFINITE)
@@ -178,7 +184,7 @@ class Chain:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def _reached(self, state: int, reached: Bools, bound: int) -> Found:
-        """Reconstruct the partition, last stage first. Each stage starts at the earliest possible cut."""
+        """Build the partition from the reachable cuts, last stage first. Each stage starts at the earliest such cut."""
         ends = []
         used = []
         stop = self._end
@@ -207,9 +213,9 @@ class Chain:
 
 
 def _later_is_better(line_up: LineUp) -> bool:
-    """Return whether a stage that starts later can always end at least as late.
+    """Return whether a stage that starts at a later cut can always end at the same cut or a later cut.
 
-    If so, filling each stage as far as possible misses no partition.
+    If so, no partition is missed if each stage gets as many layers as possible.
     """
     if line_up.exactly or line_up.skippable:
         return len({(rank.speed, rank.limit) for rank in line_up.ranks}) == 1 and not line_up.capped

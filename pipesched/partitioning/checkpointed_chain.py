@@ -1,9 +1,10 @@
 """Checkpointed chain: searches one order of the blocks, with a choice of activation options for each layer.
 
 The time of a stage is the shortest time in which its layers can run within the rank's memory (see `knapsack`). More
-layers never make a stage faster. Therefore, if the possible starts of a stage are a run (consecutive cuts), its
-possible ends are also a run. The last possible start leads to the last possible end, so the search has to find only
-this end. No stage can contain a block that exceeds the bound on its own. Such a block splits a run of starts in two.
+layers never make a stage faster. A run is a set of consecutive cuts. If a stage can start at each cut of a run, the
+cuts at which the stage can end are also a run. The last start leads to the last end, so the search computes only this
+end. A block that alone takes longer than the bound fits into no stage. Such a block splits a run of starts into two
+runs.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +19,7 @@ from pipesched.partitioning.slots import LineUp, Slot, Toll
 
 __all__ = ["CheckpointedChain"]
 
-Run = tuple[int, int]  # a contiguous run of cuts: the first and the last, both included
+Run = tuple[int, int]  # consecutive cuts, given by the first and the last cut of the run
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class CheckpointedChain:
     """Searches the partitions of one order of the blocks, with a choice of activation options for each layer.
 
     Args:
-        order: the blocks.
+        order: the blocks, in the order to search.
         members: the layers of each block.
         options: the activation options of each layer.
         toll: the transfer time at each cut.
@@ -80,7 +81,7 @@ class CheckpointedChain:
         return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """Return the shortest time of a stage between two cuts, in ticks; INFINITE if memory is too small."""
+        """Return the shortest time in ticks of a stage between two cuts; INFINITE if memory is too small."""
         known = self._times[slot.stage]
         ticks = known.get((begin, end))
         if ticks is None:
@@ -88,7 +89,7 @@ class CheckpointedChain:
         return ticks
 
     def with_choices(self, found: Found) -> Found:
-        """Return a partition with the activation option that is chosen for each layer."""
+        """Choose an activation option for each layer, and return a copy of the partition with these options."""
         chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
             chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)
@@ -124,7 +125,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """For each block, return the ticks of a stage with only this block. The maximum is appended to the list."""
+        """Return, for each block, the ticks of a stage with only this block. The last entry is the maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -149,9 +150,10 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """Return the smallest bound above ``bound`` with which more of these starts are possible; INFINITE if none.
+        """Return the smallest bound above ``bound`` that makes more starts possible; INFINITE if no bound does.
 
-        A start is possible if the first block of the stage alone takes no longer than the bound.
+        ``begins`` are the runs of starts to consider. A start is possible if the first block of the stage alone takes
+        no longer than the bound.
         """
         single = self._single(slot)
         if single[-1] <= bound:
@@ -162,7 +164,7 @@ class CheckpointedChain:
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
         """Return the last cut at which a stage that starts at ``begin`` can end within the bound.
 
-        The first block of the stage alone must be within the bound.
+        The caller has checked that the first block of the stage alone is within the bound.
         """
         fastest = self._row.fastest
         speed = slot.speed
@@ -206,23 +208,24 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return the partition that has the shortest total time and the same bottleneck as ``found``.
+        """Return the partition with the least total time of all stages and the same bottleneck as ``found``.
 
-        On ties, the times of the stages are as even as possible. The result includes the option of each layer. If
-        ``found`` has fewer stages than possible, its cuts are kept.
+        On ties, the times of the stages are as even as possible. The result includes the activation option of each
+        layer. If ``found`` has fewer stages than there are slots, the result has the cuts of ``found``.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest
         bottleneck = found.bottleneck
         if len(found.slots) < len(slots):
             return self.with_choices(found)
-        best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # end: (ticks, squares, begin)
+        # For each stage: {end cut: (total ticks, sum of squared ticks, start cut of the stage)}.
+        best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]
         rooms = [bottleneck * slot.speed.numerator // slot.speed.denominator for slot in slots]
         left = sum(rooms)
         for slot, room in zip(slots, rooms, strict=True):
             left -= room
             first, high = self._spans[slot.stage + 1]
-            first = max(first, bisect_left(fastest, fastest[-1] - left))  # later stages must have time for the rest
+            first = max(first, bisect_left(fastest, fastest[-1] - left))  # later stages must run the rest
             ends: dict[int, tuple[int, int, int]] = {}
             for begin, (ticks, squares, _) in best[-1].items():
                 last = bisect_right(fastest, fastest[begin] + room, begin, high + 1) - 1

@@ -1,8 +1,8 @@
 """Checkpointed interleaving: chooses cuts for ranks with several stages, and an activation option for each layer.
 
-The stages of a rank share its memory. The search starts from the best cuts without recomputation or offloading, and
-moves cuts while this makes the busiest rank faster. For given cuts, `knapsack` chooses the fastest options that fit
-into each rank's memory.
+The stages of a rank share the rank's memory. The search starts from the best cuts without recomputation or offloading,
+and moves cuts while this makes the busiest rank faster. After each move, `knapsack` chooses the fastest activation
+options that fit into each rank's memory.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["CheckpointedRanks"]
 
-_ROUNDS = 20  # maximum number of rounds, each of which moves every cut once; a few are enough
+_ROUNDS = 20  # maximum number of rounds; a round tries to move every cut, and a few rounds are usually enough
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 Key = tuple[int, int, int, int]
@@ -24,7 +24,7 @@ Stages = tuple[tuple[int, int], ...]  # (begin, end) of each stage of a rank
 
 
 class CheckpointedRanks:
-    """Computes the time and memory of the ranks for given cuts of one order of the blocks."""
+    """Computes the time and memory of each rank for cuts of one order of the blocks, and searches for better cuts."""
 
     def __init__(self, problem: Problem, order: Sequence[int]) -> None:
         self._line_up = problem.line_up
@@ -43,7 +43,7 @@ class CheckpointedRanks:
         """Move cuts one at a time while a move decreases `_key`.
 
         Args:
-            cuts: the cuts to start from, including both ends.
+            cuts: the cuts to start from, including the start and the end of the order.
 
         Returns:
             The partition with its activation options, or None if the final partition does not fit into memory.
@@ -70,7 +70,7 @@ class CheckpointedRanks:
         """Return the sort key of a partition; smaller is better.
 
         The key consists of the number of bytes above the memory limits, the ticks of the busiest rank or link, the sum
-        of all ranks' ticks, and the sum of the squared ticks.
+        of the ranks' ticks, and the sum of the ranks' squared ticks.
         """
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]
@@ -78,7 +78,7 @@ class CheckpointedRanks:
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """Return the number of bytes by which a rank exceeds its memory limit, and its shortest time in ticks.
+        """Return the number of bytes by which a rank exceeds its memory limit, and the rank's shortest time in ticks.
 
         If the layers do not fit with any choice of options, the time is the shortest time without the limit.
         """

@@ -1,4 +1,4 @@
-"""Explanation of a partition: the costs of each stage, and why no other partition is faster."""
+"""Explanation: computes the costs of each stage of a partition, and explains why no other partition is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,11 +58,11 @@ class _StageCosts:
         return slot.time(int(ends[end] - begins[begin]))
 
     def chosen(self, begin: int, end: int) -> list[ActivationOption]:
-        """Return the activation option of each layer between two cuts; empty if the layers hold all activations."""
+        """Return the activation option of each layer between two cuts; [] if all activations are kept on the device."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
     def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
-        """Return a stage's activation bytes for all micro-batches in flight, and the stage's total bytes."""
+        """Return a stage's activations for all micro-batches in flight, and the stage's total memory, both in bytes."""
         chosen = self.chosen(begin, end)
         if chosen:
             held = sum(c.held_bytes(slot.in_flight) for c in chosen)
@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """Return two texts: one names the bottleneck (a stage, rank or cut), one says why no partition is much faster."""
+    """Return two texts: the name of the bottleneck (stage, rank or cut), and why no other partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
@@ -152,7 +152,9 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
         if solution.ideals
         else "all splits of the chain"
     )
-    searched = f"{what} were searched" + (", with all choices for activations" if costs.found.chosen else "")
+    searched = f"{what} were searched" + (
+        ", with every choice of layers to recompute or offload" if costs.found.chosen else ""
+    )
     return at, "; ".join(
         [*moves, searched, f"{bound}, which is {1 - problem.lower / ticks:.1%} less than the bottleneck"]
     )
@@ -171,7 +173,7 @@ def _busiest(costs: _StageCosts) -> str:
 
 
 def _lower(problem: Problem) -> str:
-    """Describe where the lower bound on the bottleneck comes from."""
+    """Return a text that explains the lower bound on the bottleneck."""
     layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
@@ -186,7 +188,10 @@ def _lower(problem: Problem) -> str:
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
-    """Yield texts that say how long stages would take if the first or last layers of ``stage`` moved to a neighbour."""
+    """Yield texts that say how long stages would take if the first or last block of ``stage`` moved to a neighbour.
+
+    If the stage has only one block, yields the time of this block instead.
+    """
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
     names = costs.problem.blocks.layers.names

@@ -1,4 +1,4 @@
-"""Infeasibility: the error for a request that no partition satisfies, with the violated limit and a remedy."""
+"""Infeasibility: builds the error for a request that no partition satisfies, with the violated limit and a remedy."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -14,13 +14,13 @@ from pipesched.units import counted, quote_bytes
 
 __all__ = ["infeasible"]
 
-_MOST_IDEALS = 5_000  # keeps the search small, because the remedy need not be exact
+_MOST_IDEALS = 5_000  # maximum number of order ideals; a small search is enough, as the remedy need not be exact
 
 
 def infeasible(request: Request, *, exact: bool) -> PartitionError:
     """Build the error for a request that no partition satisfies.
 
-    The remedy is computed only when the message is read, because the planner tries many requests and ignores the
+    The remedy is computed only when the message is read, because the planner tries many requests and ignores their
     messages.
 
     Args:
@@ -104,7 +104,7 @@ def _alone(request: Request) -> tuple[str, int]:
 def _enough(request: Request) -> int:
     """Return a memory limit in bytes, the same for every rank, that makes a partition possible.
 
-    For small graphs, it is the smallest such limit.
+    For small graphs, the result is the smallest such limit.
     """
     problem = request.problem()
     layers = problem.blocks.layers
@@ -127,7 +127,7 @@ def _recompute(request: Request) -> str:
 
 
 def _more_ranks(request: Request) -> str:
-    """Return the advice to use more ranks, if all ranks are alike and more ranks help; otherwise ""."""
+    """Return the advice to use more ranks, if all ranks are alike and a partition then exists; otherwise ""."""
     if (
         request.placement is not None
         or len(set(request.ranks)) > 1
@@ -142,9 +142,9 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """Return three parts of the error for pins that cannot be satisfied: the task, the requirements and the remedy.
+    """Return three parts of the error for requirements that no partition meets: sizes, requirements and remedy.
 
-    The option ``exactly`` counts as one of the requirements.
+    The requirements are ``starts``, ``together`` and ``exactly``.
     """
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]

@@ -2,8 +2,8 @@
 
 The descent starts from the cuts that minimise the time of the slowest stage, and from cuts that divide the work evenly.
 It moves one cut at a time to the position at which the busiest rank takes the least time, until no move helps. Of
-equally good positions, it chooses the one at which the ranks' times are most even. The search then kicks the cuts: it
-moves some of them at random, with a fixed seed, descends again, and keeps the new cuts if they are better.
+equally good positions, it chooses the position at which the ranks' times are most even. The search then kicks the cuts:
+it moves some cuts at random, with a fixed seed, descends again, and keeps the new cuts if they are better.
 """
 
 import random
@@ -22,9 +22,9 @@ from pipesched.partitioning.slots import Rank, fixed_order
 
 __all__ = ["solved"]
 
-_ROUNDS = 100  # maximum number of rounds, each of which moves every cut once; about five are enough
+_ROUNDS = 100  # maximum number of rounds; a round moves each cut at most once, and about five rounds are enough
 _KICKS = 60
-_MOVES = 400  # upper bound on kicks x cuts
+_MOVES = 400  # upper bound on the number of kicks x the number of stages
 
 Key = tuple[int, int, float]
 
@@ -32,8 +32,8 @@ Key = tuple[int, int, float]
 def solved(problem: Problem, most_ideals: int) -> Solution:
     """Find the partition with the smallest bottleneck.
 
-    For ranks with several stages, only the starting point is found by an exact search. The descent from this point may
-    end with a bottleneck above the lower bound.
+    If ranks have several stages, an exact search finds only the starting point. The descent from this point may end
+    with a bottleneck above the optimum.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
@@ -57,7 +57,7 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
     """Choose cuts and activation options by descent from two starting points. The blocks stay in graph order.
 
-    The starting points are the best cuts with all activations held: first without memory limits, then with limits.
+    The starting points are the best cuts with all activations kept on the device, without and with memory limits.
     """
     line_up = problem.line_up
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
@@ -69,10 +69,10 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the starting points of the descent: each consists of an order of the blocks and the cuts of this order.
+    """Yield the starting points of the descent. A starting point is an order of the blocks and the cuts of this order.
 
-    The cuts minimise the time of the slowest stage. If there are no pins, this function also yields
-    cuts that divide the work evenly.
+    The cuts minimise the time of the slowest stage. If there are no pins, this function also yields cuts that divide
+    the work evenly.
     """
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
@@ -176,7 +176,10 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to both ranks' loads or the link time."""
+        """Add the transfer time at a cut to the totals, or subtract it if ``times`` is -1.
+
+        If stages wait for transfers, the totals are the loads of both ranks; otherwise, the busy time of the link.
+        """
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0

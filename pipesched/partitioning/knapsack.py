@@ -1,13 +1,13 @@
-"""Knapsack: finds the fastest activation options with which a rank's layers fit into its memory.
+"""Knapsack: finds the fastest activation options with which the layers of a rank fit into the rank's memory.
 
-It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11). An item is a layer with a given
-number of micro-batches in flight. Identical layers are the same item, so results are reused wherever the same items
-occur. A state is a choice of one option for each item. A state is dropped if another state beats it in both bytes and
-time (Nemhauser and Ullmann 1969). The result is exact, unless there are too many states. Then nearly equal states are
-merged.
+The module solves a multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger 2004, chapter 11). An item is a
+layer together with its number of micro-batches in flight. Identical layers are the same item, so results are reused
+wherever the same items occur. A state is a choice of one option for each item. A state is dropped if another state
+needs no more bytes and no more time (Nemhauser and Ullmann 1969). The result is exact, unless there are too many
+states. Then nearly equal states are merged.
 
-A rank runs one layer at a time, so it needs only the largest working memory of any of its layers. The search runs once
-for each possible size of this memory, using only the options that need no more than this size.
+A rank runs one layer at a time, so the rank's working memory is that of the layer with the largest working memory. The
+search runs once for each possible size of the working memory, and uses only options that need at most this size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,7 +27,7 @@ _MOST_STATES = 20_000  # above this number, nearly equal states are merged, and 
 _MOST_WITH_COPIES = 2_000  # the same limit for states with copies to the host
 
 
-#: The options of an item, each with the bytes that the item holds if the option is chosen.
+#: The options of an item, each with the bytes that the item occupies if the option is chosen.
 _Options = Sequence[tuple[int, ActivationOption]]
 
 
@@ -35,13 +35,13 @@ _Options = Sequence[tuple[int, ActivationOption]]
 class _Front:
     """The Pareto front of a group of items: the states that no other state dominates, in ascending order of bytes."""
 
-    #: The bytes held in each state.
+    #: The bytes that the items occupy in each state.
     held: Ints
     #: The compute time of each state, in ticks.
     ticks: Ints
     #: The time of each state's copies to the host, in ticks; None if nothing is copied.
     copies: Ints | None
-    #: For each state, the index of the same state without its last item, in the front of the other items.
+    #: For each state, the state without the last item, as an index into the front of the other items.
     parent: Ints
     #: For each state, the index of the last item's option.
     option: Ints
@@ -69,8 +69,8 @@ _EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, opt
 class Knapsack:
     """Finds the fastest options of layers within a memory limit, and caches partial results.
 
-    An item is a layer with a given number of micro-batches in flight. ``exact`` is True as long as all results so far
-    are proved to be optimal.
+    An item is a layer together with its number of micro-batches in flight. ``exact`` is True as long as all results so
+    far are proved to be optimal.
     """
 
     def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
@@ -104,7 +104,7 @@ class Knapsack:
     def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
         """Choose an option for each item so as to minimise the total time.
 
-        If only some of several identical items need to be recomputed, the first ones are chosen.
+        If only some of several identical items need to be recomputed, the first of them are recomputed.
         """
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
@@ -139,7 +139,7 @@ class Knapsack:
     def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
         """For each possible size of the largest working memory, yield the fastest state, if the items fit.
 
-        Each result is three numbers: the state's time in ticks, the size in bytes, and the state's index.
+        Each result is three numbers: the state's time in ticks, the working memory in bytes, and the state's index.
         """
         kinds = {item: self._options[item] for item in key}
         forward = sum(kinds[item][0][1].forward_ticks for item in key)
@@ -173,7 +173,7 @@ class Knapsack:
         return front
 
     def _with(self, front: _Front, options: _Options, working: int) -> _Front:
-        """Return the front that results from adding an item with these options."""
+        """Return the front of the items of ``front`` and one more item, which has these options."""
         rows = [(at, held, c) for at, (held, c) in enumerate(options) if c.working_bytes <= working]
         size = len(front.held)
         held = np.concatenate([front.held + more for _, more, _ in rows])
@@ -196,7 +196,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """Return the number of bytes that each item holds with its smallest option, keyed by item.
+    """Return the number of bytes that each item occupies with its smallest option, keyed by item.
 
     Only options that need at most ``working`` bytes of working memory are considered.
     """
@@ -254,7 +254,7 @@ def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
 
 
 def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
-    """Thin out a front: of each group of states with nearly equal times, keep the one with the fewest bytes."""
+    """Thin out a front: of each group of states with nearly equal times, keep the state with the fewest bytes."""
     sizes = [ticks[kept]] if copies is None else [ticks[kept], copies[kept]]
     steps = _MOST_STATES if copies is None else 40
     buckets = np.zeros(len(kept), np.int64)

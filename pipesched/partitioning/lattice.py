@@ -1,9 +1,9 @@
-"""Lattice: looks for a partition within a bound among all orders of a graph, by dynamic programming over its ideals.
+"""Lattice: looks for a partition within a bound among all orders of a graph, by dynamic programming on order ideals.
 
-A stage is the difference between two order ideals (see `order_ideals`). Its cost is the difference between two numbers,
-one for the ideal at its end and one for the ideal at its start. For each slot and each ideal at which a stage can end,
-it is therefore enough to store the best ideal for the start of the stage. These start ideals are computed level by
-level, for all slots and ideals of a level together.
+A stage is the difference between two order ideals (see `order_ideals`). The cost of a stage is the difference between
+two numbers, one for the ideal at the end of the stage and one for the ideal at the start. For each slot and each ideal
+at which a stage can end, it is therefore enough to store the best ideal for the start of the stage. These start ideals
+are computed level by level, for all slots and ideals of a level together.
 """
 
 from bisect import bisect_right
@@ -61,7 +61,10 @@ class Lattice:
         self._bands = self._bands_below(ceiling)
 
     def probe(self, bound: int) -> Found | Fails:
-        """Find a partition within the bound. Prefers the fewest stages, then the fewest bytes across the last cut."""
+        """Find a partition within the bound.
+
+        Prefers the partition with the fewest stages and, on ties, the fewest bytes across the last cut.
+        """
         line_up = self._line_up
         ideals = self._ideals
         limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in line_up.slots])
@@ -130,10 +133,10 @@ class Lattice:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
-        """Return a mask of shape (states, ideals).
+        """Return a mask of the reachable pairs of a state and an ideal, with shape (states, ideals).
 
-        An entry is True if the blocks of the ideal can be divided into stages that lead to the state. Stages that are
-        allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
+        A pair is reachable if the blocks of the ideal can be divided into stages that lead to the state. Stages that
+        are allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty

@@ -1,4 +1,4 @@
-"""Layer arrays: the measured costs of a graph as arrays of integers, with the layers in topological order."""
+"""Layer arrays: the measured costs of a graph's layers as arrays of integers, in topological order of the layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pipesched.simulation.links import Link, check_times
 
 __all__ = ["Layers", "Tensors", "numbers", "read", "ticks_per_s"]
 
-_FINEST = 10**12  # ticks are picoseconds; being integers, they make sums and comparisons exact
+_FINEST = 10**12  # ticks per second: a tick is a picosecond. Times in whole ticks make sums and comparisons exact.
 _MOST = 2**60  # upper bound on the sum of all ticks, so that results fit into 64 bits
 
 
@@ -45,7 +45,7 @@ class Layers:
     num_parameters: Ints
     #: The size of the parameters, gradients and optimizer state in bytes.
     state_bytes: Ints
-    #: The bytes held for each micro-batch in flight.
+    #: The size of the activations in bytes, for each micro-batch in flight.
     activation_bytes: Ints
     #: The producer of each edge.
     tails: Ints
@@ -69,7 +69,7 @@ def ticks_per_s(total_s: float, scale: int = 1) -> int:
     if not per_s:
         raise PartitionError(
             f"the times of all layers must add up to less than {_MOST // scale} s; they add up to "
-            f"{total_s:g} s; correct the unit"
+            f"{total_s:g} s; pass the times in seconds"
         )
     return per_s
 
@@ -98,7 +98,8 @@ def read(
 
     Args:
         graph: the layers, with their costs as node attributes.
-        needed: the attributes that every layer must have besides its times. Other missing attributes default to 0.
+        needed: the attributes that every layer must have in addition to forward_s and backward_s. The default of
+            activation_bytes is output_bytes; the default of other attributes is 0.
         link: the link between stages, needed because sums of transfer times must also fit into 64 bits.
         weight_copies: the size of parameters, gradients and optimizer state, as a multiple of the parameters' size.
         scale: the largest factor by which the caller multiplies ticks.
@@ -172,7 +173,7 @@ def _named_tensors(
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
     """Return the layers in topological order, and the producer and the consumer of each edge.
 
-    The graph's own order is kept if it is topological.
+    If the order of the graph's nodes is already topological, the layers keep this order.
     """
     names = list(graph)
     number = {name: position for position, name in enumerate(names)}

@@ -1,6 +1,6 @@
-"""Linear orders: orders for a graph that has too many order ideals for an exact search.
+"""Linear orders: yields orders of the blocks of a graph that has too many order ideals for an exact search.
 
-The search then treats each order as a chain.
+The search treats each of these orders as a chain.
 """
 
 import random
@@ -12,7 +12,11 @@ __all__ = ["linear_orders"]
 
 
 def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
-    """Yield the graph's order, a depth-first order, the order of `_least_live`, and random depth-first orders."""
+    """Yield several orders of the blocks, the last ``restarts`` of them random.
+
+    The orders are the order of the graph, a depth-first order, the order of `_least_live`, and random depth-first
+    orders.
+    """
     yield list(range(len(blocks)))
     yield _depth_first(blocks, list(range(len(blocks))))
     yield _least_live(blocks)
@@ -24,9 +28,9 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """Return a depth-first order: the next block is the one that became ready last.
+    """Return a depth-first order: the next block is the block that became ready last.
 
-    On ties, it is the one with the lowest ``rank``.
+    On ties, the block with the lowest number in ``rank`` is next.
     """
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
@@ -44,7 +48,10 @@ def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
 
 
 def _least_live(blocks: Blocks) -> list[int]:
-    """Return a greedy order: the next block is the ready block that adds the fewest live bytes."""
+    """Return a greedy order: the next block is the ready block that adds the fewest live bytes.
+
+    The bytes of a tensor are live until its last consumer.
+    """
     made = [0] * len(blocks)
     users = [len(tensor.consumers) for tensor in blocks.tensors]
     used: list[list[int]] = [[] for _ in range(len(blocks))]

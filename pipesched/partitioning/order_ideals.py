@@ -1,8 +1,8 @@
 """Order ideals: enumerates all sets of blocks that contain the producers of all their blocks.
 
-The blocks before a cut form an order ideal. Level k consists of the ideals with k blocks; each of them is an ideal of
-level k - 1 plus one block. During the enumeration, sets are bit masks. Afterwards only the levels and the steps between
-them are kept.
+The blocks before a cut form an order ideal. Level k consists of the ideals with k blocks. Each ideal of level k is an
+ideal of level k - 1 plus one block. During the enumeration, ideals are bit masks. Afterwards, only the steps from the
+ideals of one level to the ideals of the next level are kept.
 """
 
 from collections.abc import Collection, Mapping
@@ -39,7 +39,7 @@ class Ideals:
     added: Ints
     #: For each ideal, the index of the first step that results in it. The last entry is the number of steps.
     steps: Ints
-    #: For each requested set of blocks, the number of its blocks that each ideal contains.
+    #: For each set in the argument ``asked`` of `enumerate_ideals`, the number of blocks of this set in each ideal.
     contains: list[Ints]
 
     def __len__(self) -> int:
@@ -136,17 +136,17 @@ class _Growth:
         )
 
     def next(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Make the next level.
+        """Create the next level, and the steps that lead to it.
 
         Returns:
-            Two arrays with an entry for each step (the index of its ideal in ``level``, and the added block), the
-            number of steps that result in each new ideal, and the next level.
+            For each step, the index in ``level`` of the ideal that the step extends; for each step, the block that it
+            adds; for each new ideal, the number of steps that result in it; and the next level.
 
         """
         rows, new = self._ready(level)
         keys = level.keys[rows] + self._keys[new]
         _, first, child = np.unique(keys, return_index=True, return_inverse=True)
-        by_first = np.argsort(first)  # so that the order does not depend on the keys
+        by_first = np.argsort(first)  # so that the order of the ideals does not depend on the keys
         rank = np.empty(len(first), np.int64)
         rank[by_first] = np.arange(len(first))
         child = rank[child]
@@ -184,7 +184,7 @@ class _Growth:
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Make the next level again with new keys, because two ideals got the same key (about 1 in 10^8 graphs)."""
+        """Create the next level again with new keys, because two ideals got the same key (about 1 in 10^8 graphs)."""
         self._seed += 1
         self._new_keys(len(self._keys))
         level.keys = np.array(

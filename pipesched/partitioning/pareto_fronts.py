@@ -1,8 +1,8 @@
 """Pareto fronts: for each ideal at which a stage can end, the ideals at which the stage should start.
 
 Without memory limits, the best start is the ideal that leaves the stage the least work. With limits, a stage can have
-less work with one start, and need less memory with another. A start is dropped only if another start is at least as
-good in both respects.
+less work with one start, and need less memory with another. A start is dropped only if another start gives
+the stage no more work and no more memory.
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ __all__ = ["Front"]
 class Front:
     """The best starts of stages that end at the ideals of one level.
 
-    They are stored in two arrays of shape (slots, starts, ideals). ``_worth`` is the cost of all blocks before the
-    start. ``_memory``, used only with limits, is the size of these blocks in bytes.
+    The starts are stored in two arrays of shape (slots, starts, ideals). ``_worth`` is the cost of all blocks before
+    the start. ``_memory``, used only with memory limits, is the size of these blocks in bytes.
     """
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:
@@ -65,7 +65,8 @@ class Front:
 
         Args:
             rows: the slots.
-            ends: the cost of everything before each ideal. A stage costs this amount minus the worth of its start.
+            ends: the cost of all blocks before the end of a stage, for each ideal at which a stage can end. The cost of
+                the stage is this number minus the ``_worth`` of the stage's start.
             least_memory: the minimum size in bytes of the blocks before the start. If these blocks had fewer bytes, the
                 stage would exceed the slot's memory limit.
 
@@ -88,7 +89,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Drop entries along axis 1 if another is at least as good in worth and memory. Pad the rest to equal lengths."""
+    """Drop an entry along axis 1 if another is at least as good in worth and memory. Pad the rest to equal lengths."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

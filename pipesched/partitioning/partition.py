@@ -61,12 +61,13 @@ def partition(
         found.stages                                         # [["embed", "block.0"], ["block.1"], ...]
 
     Layers have the node attributes ``forward_s`` and ``backward_s`` (seconds) and, where the arguments below use them,
-    ``output_bytes``, ``parameter_bytes``, ``num_parameters`` and ``activation_bytes`` (held for each micro-batch in
-    flight; default: ``output_bytes``). An edge with an attribute ``tensors``, a dict {name: bytes}, carries only these
-    tensors. Any other edge carries its producer's whole output.
+    ``output_bytes``, ``parameter_bytes``, ``num_parameters`` and ``activation_bytes`` (for each micro-batch in flight;
+    default: ``output_bytes``). With ``checkpoint``, the memory of a stage also includes the attributes
+    ``forward_transient_bytes`` and ``backward_transient_bytes``. An edge with an attribute ``tensors``, a dict
+    {name: bytes}, carries only these tensors. Any other edge carries its producer's whole output.
 
     The result is optimal for a chain, and for a graph with at most ``max_ideals`` order ideals. An order ideal is a set
-    of layers that contains all producers of its layers. For other graphs several linear orders are searched;
+    of layers that contains all producers of its layers. For other graphs, several linear orders are searched, and
     `Partition.gap` is an upper bound on how far the bottleneck is above the optimum. Memory limits on a large graph can
     also leave a gap. Identical arguments give identical partitions. The search is exact bisection on integers (Pinar
     and Aykanat 2004).
@@ -86,19 +87,17 @@ def partition(
             Default: 4, for weights, gradients and the two moments of Adam.
         speeds: the speed of each rank relative to the rank on which the layers were measured, in stage order.
             Default: all 1.
-        any_order: whether the search can put stages on ranks in any order. Default: False (ranks
-            keep their order).
-        starts: {layer: stage} for layers that must begin a given stage: the layer is in this stage, and all layers that
-            it needs are in earlier stages. Default: none.
+        any_order: whether the search can put stages on ranks in any order. Default: False (ranks keep their order).
+        starts: {layer: stage} for layers that must begin a stage. Such a layer is in this stage, and all layers on
+            which it depends are in earlier stages. Default: none.
         together: groups of layers that must share a stage. Default: none.
         exactly: whether to use exactly ``num_stages`` stages. Default: False.
         placement: the rank of each stage, for ranks with several stages (see `pipesched.program.placement`). The
-            busiest rank is then the bottleneck; its time is minimised by descent, which can leave a gap. Default: one
-            stage per rank.
+            busiest rank is then the bottleneck. The search minimises the time of this rank by descent, which can leave
+            a gap. Default: one stage per rank.
         checkpoint: the ways to save activation memory where memory is short: "recompute", "offload" or both. The
-            search chooses one of these ways, or none, for each layer. Layers stay in graph order, and a stage's memory
-            includes their ``forward_transient_bytes`` and ``backward_transient_bytes``. Default: () (all activations
-            are held).
+            search chooses one of these ways, or none, for each layer. Layers stay in graph order. Default: () (all
+            activations stay on the device).
         offload_bytes_per_s: the bandwidth to the host and back, required for "offload".
         max_ideals: the largest number of order ideals to search exactly. Default: 300,000.
 

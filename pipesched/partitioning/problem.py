@@ -1,4 +1,4 @@
-"""Problem: the input of the search, made up of blocks, slots, the cost of cuts, and pins."""
+"""Problem: the input of the search for a partition: blocks, slots, the costs of cuts, and pins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Communication = Literal["none", "overlap", "serial"]
 
 @dataclass(frozen=True)
 class Pin:
-    """A layer that must begin a given stage. Its ``ancestors``, the layers that it needs, must be in earlier stages."""
+    """A layer that must begin a stage. All layers on which it depends (``ancestors``) must be in earlier stages."""
 
     stage: int
     layer: int
@@ -40,7 +40,7 @@ class Problem:
     communication: Communication
     link: Link
     pins: Sequence[Pin]
-    #: The activation options of each layer; empty if all activations must be held.
+    #: The activation options of each layer; empty if all activations must stay on the device.
     options: Sequence[Sequence[ActivationOption]] = ()
 
     @property
@@ -57,8 +57,8 @@ class Problem:
     def lower(self) -> int:
         """A lower bound on the bottleneck, in ticks.
 
-        It is the larger of two times: the time of a rank if all work could be divided perfectly evenly, and the time
-        of the heaviest block on the fastest rank.
+        The bound is the larger of two times: the time of a rank if all work could be divided perfectly evenly, and the
+        time of the heaviest block on the fastest rank.
         """
         work = self.blocks.total(self.blocks.layers.ticks)
         speeds = [rank.speed for rank in self.line_up.ranks]
@@ -67,8 +67,9 @@ class Problem:
     def toll(self, cuts: Cuts) -> Toll:
         """Return the transfer time at each cut; a single 0 if communication is not modelled.
 
-        If the stages on both sides wait for a transfer, this is the time of one transfer. Otherwise transfers keep only
-        the link busy, and this is the time of two transfers: activations in one direction, gradients in the other.
+        If the stages on both sides wait for a transfer, the result is the time of one transfer. Otherwise transfers
+        keep only the link busy, and the result is the time of two transfers: activations in one direction, gradients in
+        the other.
         """
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)
@@ -79,12 +80,12 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """Return a Chain, which searches one order of the blocks. Its stages hold all activations."""
+        """Return a Chain, which searches one order of the blocks. All activations stay on the device."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
     def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
-        """Return a CheckpointedChain, which also chooses an activation option for each layer."""
+        """Return a CheckpointedChain, which searches one order and also chooses each layer's activation option."""
         return CheckpointedChain(
             order=list(order),
             members=self.blocks.members,

@@ -1,4 +1,4 @@
-"""Request: the checked arguments of `partition`, and the partitioning problem made from them."""
+"""Request: checks the arguments of `partition`, and creates the partitioning problem from them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ _FINEST_SPEED = 1000  # the largest denominator of a speed
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The arguments of `pipesched.partition`. Raises PartitionError if they are invalid."""
+    """The arguments of `pipesched.partition`. Raises PartitionError if an argument is invalid."""
 
     graph: "nx.DiGraph[Any]"
     num_stages: int

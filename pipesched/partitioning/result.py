@@ -33,13 +33,14 @@ class StageSummary:
     parameter_bytes: int
     #: The size of the activations of all micro-batches in flight, in bytes.
     activation_bytes: int
-    #: The size of activations, parameters, gradients and optimizer state, in bytes.
+    #: The size of activations, parameters, gradients and optimizer state, in bytes. If the search chose layers to
+    #: recompute or offload, also the largest transient memory of a layer.
     memory_bytes: int
-    #: The number of bytes that enter the stage in a forward.
+    #: The number of bytes that enter the stage in the forward of a micro-batch.
     bytes_in: int
-    #: The number of bytes that leave the stage in a forward.
+    #: The number of bytes that leave the stage in the forward of a micro-batch.
     bytes_out: int
-    #: The number of parameters; 0 if the graph does not give the number.
+    #: The number of parameters; 0 if the graph has no ``num_parameters``.
     num_parameters: int = 0
     num_recomputed: int = 0
     num_offloaded: int = 0
@@ -95,7 +96,7 @@ class Partition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """Make a partition from the dict that ``to_dict`` returned, after ``stages`` has been added to the dict.
+        """Create a partition from the dict that ``to_dict`` returned, after ``stages`` has been added to the dict.
 
         Raises ScheduleError for invalid values.
         """

@@ -49,7 +49,7 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     if in_order is not None and in_order.bottleneck == problem.lower:
         return _exact(in_order, 0, tried)
     may_be_empty = not problem.line_up.exactly and not problem.pins
-    small = _reduced(problem) if may_be_empty else problem  # if not, blocks without cost may be needed to fill stages
+    small = _reduced(problem) if may_be_empty else problem  # otherwise stages may need blocks without cost
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
         return _along_many(problem, problem.lower, in_order, 0, tried)
@@ -60,7 +60,7 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
 
 
 def _with_choices(problem: Problem) -> Solution:
-    """Search the given order of the blocks, with a choice of activation options for each layer."""
+    """Search the blocks in graph order, with a choice of activation options for each layer."""
     chain = problem.checkpointed_chain(range(len(problem.blocks)))
     slowest = sum(max(option.ticks for option in options) for options in problem.options)
     found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.line_up.slots), chain.probe)

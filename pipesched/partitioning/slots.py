@@ -51,10 +51,10 @@ class Slot:
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """Return two cost terms for each cut: one for a stage that ends at the cut, one for a stage that starts at it.
+        """Return two cost terms for each cut: the end term and the start term.
 
-        Subtract the start term at the cut where a stage starts from the end term at the cut where it ends. The result
-        is the stage's time in ticks, multiplied by ``speed.numerator``.
+        The end term at the cut where a stage ends, minus the start term at the cut where the stage starts, is the
+        stage's time in ticks, multiplied by ``speed.numerator``.
         """
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
@@ -65,7 +65,7 @@ class Slot:
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """Return the time of a stage in ticks, given the difference between two cost terms (see ``weighed``)."""
+        """Return the time of a stage in ticks. ``difference`` is the end term minus the start term of `weighed`."""
         return -(-difference // self.speed.numerator)
 
 
@@ -80,7 +80,7 @@ class LineUp:
     accepted: tuple[int, ...]
     #: The first stage that can be left out.
     skippable: int
-    #: Whether ranks have a fixed order, so that each state leads only to the next.
+    #: Whether ranks have a fixed order, so that each state leads only to the next state.
     in_line: bool
     #: Whether every stage must have a layer.
     exactly: bool

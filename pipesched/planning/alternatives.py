@@ -14,7 +14,8 @@ __all__ = ["Alternative", "fastest", "taken"]
 class Alternative:
     """The summary of a plan that the search considered."""
 
-    #: The name of the plan in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
+    #: The name of the plan in tables: the schedule and the number of chunks; for a baseline, "one device" or "equal
+    #: split".
     label: str
     schedule: str
     num_ranks: int
@@ -32,7 +33,7 @@ class Alternative:
     limit_bytes: int | None = None
     #: Measured step time in seconds, the median over several steps. None: the plan did not run.
     measured_s: float | None = None
-    #: Step time in seconds, as predicted before the costs were corrected from measured steps.
+    #: Step time in seconds, predicted before measured steps corrected the costs. None: the plan did not run.
     first_s: float | None = None
     #: The number of replicas, each with ``num_ranks`` ranks. None: replicas were not considered.
     num_replicas: int | None = None
@@ -49,7 +50,7 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs the most memory stays within its limit; True if either value is unknown."""
+        """Whether the rank with the highest peak memory stays within its limit; True if peak or limit is unknown."""
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,19 +59,19 @@ class Alternative:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
-        """Make an alternative from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
+        """Create an alternative from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(
             cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative must have"
         )
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """Return the alternative that was chosen, which is the one without a note."""
+    """Return the chosen alternative, which is the alternative without a note; None if every alternative has a note."""
     return next((alternative for alternative in alternatives if not alternative.note), None)
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """Return the fastest alternative with this label; None if there is none."""
+    """Return the fastest alternative with this label; None if no alternative has this label."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

@@ -1,9 +1,9 @@
 """Axes search: divides ranks into pipelines and replicas, and finds the plan with the shortest simulated step.
 
-Each division of the ranks gets its own search (`pipesched.planning.tuner`) for the batch of one replica. The first pass
-evaluates only 1F1B for each division. The stages that it finds give a lower bound on the division's step time. The
-second pass searches the divisions in full, in ascending order of this bound; divisions with ``zero=3`` come last. The
-pass ends when no remaining bound is below the best step time, or when the effort is used up.
+Each division of the ranks is searched separately (`pipesched.planning.tuner`), with the batch of one replica. The first
+pass evaluates only 1F1B for each division. The stages of this 1F1B plan give a lower bound on the division's step time.
+The second pass searches the divisions in full, in ascending order of this bound; divisions with ``zero=3`` come last.
+The second pass ends when no remaining bound is below the best step time, or when the pass has used up its effort.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +32,8 @@ Axes = Literal["auto"] | Mapping[str, int]
 Zero = Literal["auto"] | int
 
 #: The values of zero= that "auto" tries, and whether weights are gathered only once per step. zero=1 is not tried,
-#: because its peak memory is never below that of zero=2, and it sends more. zero=3 needs less memory than zero=2 only
-#: if weights are gathered for each use.
+#: because zero=1 never needs less peak memory than zero=2, and sends more bytes. zero=3 needs less memory than zero=2
+#: only if weights are gathered for each use.
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 3_000_000  # actions to simulate in the full search of one division
@@ -42,14 +42,14 @@ _SHOWN = 12  # number of alternatives to list
 
 @dataclass(frozen=True, kw_only=True)
 class AxesRequest:
-    """A request for a plan with replicas: the ranks of all replicas, their batch, and the user's choices."""
+    """A request for a plan with replicas: the ranks and the batch of all replicas together, and the user's choices."""
 
     profile: Profile
     #: The total number of ranks in all replicas.
     num_ranks: int
     #: The number of rows in a batch, summed over all replicas.
     batch_size: int
-    #: The user's choices for a pipeline. The number of micro-batches is that of one replica.
+    #: The user's choices for the pipeline of one replica, such as the number of micro-batches in this replica.
     request: PlanRequest
     axes: Axes = "auto"
     zero: Zero = "auto"
@@ -83,7 +83,7 @@ class AxesRequest:
         if self.axes["pipeline"] * self.axes["replicate"] != self.num_ranks:
             raise PartitionError(
                 f"the product of the numbers in axes= must be the number of ranks; got {shown(self.axes)} for "
-                f"{counted(self.num_ranks, 'rank')}; correct one of them"
+                f"{counted(self.num_ranks, 'rank')}; change axes= or the number of ranks"
             )
         if self.batch_size % self.axes["replicate"]:
             raise PartitionError(
@@ -92,7 +92,7 @@ class AxesRequest:
             )
 
     def searches(self) -> Iterator[SearchRequest]:
-        """Yield a search for each allowed division of the ranks into replicas.
+        """Yield a search request for each allowed division of the ranks into pipelines and replicas.
 
         The division that needs the least memory comes last.
         """
@@ -118,7 +118,7 @@ class AxesRequest:
             )
 
     def _divisions(self) -> Iterator[tuple[int, Replication]]:
-        """For each division of the ranks, yield the number of ranks per pipeline and the replication."""
+        """For each division of the ranks, yield the number of ranks per pipeline and the settings of the replicas."""
         given = None if isinstance(self.axes, str) else self.axes["replicate"]
         choices: Sequence[tuple[int, bool]] = _TRIED_LEVELS
         if self.zero != "auto":
@@ -137,7 +137,7 @@ class AxesRequest:
 
     @property
     def _order_matters(self) -> bool:
-        """Whether the links between ranks differ. If they do, the numbering of the ranks affects the step time."""
+        """Whether links between ranks differ. If so, the numbering of the ranks affects the step time."""
         links = self.links or self.profile.machine.links
         return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
 
@@ -213,7 +213,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search the division with the most ranks per pipeline. If no plan fits, the error states the memory needed."""
+    """Search the division with the most ranks per pipeline. If no plan fits, raise the error with the memory needed."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)

@@ -20,7 +20,7 @@ LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
 CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
 _FEW_RANKS = 8  # up to this many ranks, every smaller number of ranks is tried too
-_MOST_ROUNDS = 16  # limit on micro-batches per rank: with 16, the bubble is already only a sixteenth of the work
+_MOST_ROUNDS = 16  # limit on num_microbatches / num_ranks: at 16, the bubble is only a sixteenth of the work
 _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 
@@ -28,8 +28,8 @@ _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 def synchronous() -> tuple[Schedule, ...]:
     """Return the registered schedules that do not change training results.
 
-    They add gradients in ascending order of micro-batches, and do not update weights inside a step. Schedules that
-    search for an order, starting from other schedules, are left out.
+    These schedules add gradients in ascending order of micro-batches, and do not update weights inside a step.
+    Schedules that search for an order, starting from other schedules, are left out.
     """
     fixed = [known for known in map(schedules.get, schedules.names()) if "starts" not in known.options]
     return tuple(known for known in fixed if _is_exact(known.program(2, 4)))
@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key that puts simpler candidates first.
+        """A sort key that puts simpler candidates first.
 
         Simpler candidates have fewer chunks, do not split the backward pass, or need no search for an order.
         """
@@ -111,7 +111,7 @@ class Candidate:
         """Return a copy with another checkpoint setting."""
         other = replace(self, checkpoint=mode)
         if self.is_written:
-            other.__dict__["program"] = self.program  # the checkpoint setting does not change it
+            other.__dict__["program"] = self.program  # the checkpoint setting does not change the program
         return other
 
 
@@ -148,9 +148,9 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """For each number of chunks to try, yield the schedule with this number, and whether it splits the backward pass.
+    """For each number of chunks to try, yield the schedule, and whether the schedule splits the backward pass.
 
-    If the user has set the number of chunks through ``with_options``, only this number is tried.
+    If the user has set the number of chunks with ``with_options``, only this number is tried.
     """
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]

@@ -1,4 +1,4 @@
-"""Confirmation: runs the best plans for a few steps, corrects the costs, and chooses the fastest plan.
+"""Confirmation: runs the best plans for a few steps, corrects the layer costs, and chooses the fastest plan.
 
 The search is repeated with the corrected costs. The caller supplies the function that runs plans. Usually, the function
 runs the plans on devices. In tests, it simulates them with other costs.
@@ -94,8 +94,8 @@ class _Tried(_Measured):
 def settled(ran: Sequence[Sequence[Trace]]) -> bool:
     """Return whether further steps of these plans are unlikely to change which of them is the fastest.
 
-    This is the case if every other plan is slower than the fastest by more than noise, or if the noise is too small to
-    matter.
+    The result is True if every other plan is slower than the fastest plan by more than noise, or if the noise is too
+    small to matter.
 
     Args:
         ran: the measured steps of each plan; [] for a plan that could not run.
@@ -112,7 +112,7 @@ def _needed(noise: float) -> float:
 
 
 def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
-    """Search for plans, run the best ones, and return the fastest with corrected costs.
+    """Search for plans, run the best plans, and return the fastest of them with corrected costs.
 
     If the times of several plans differ only by noise, the plan with the shortest expected step is chosen. The
     alternatives of the returned plan include the measured times. Raises the same errors as ``find_plan``.
@@ -133,11 +133,11 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # their steps alternate
+        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # steps of the two alternate
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
         tried = [*rivals, *others]
         tuner, known, tried = _predicted_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
-        tuner.explore(known=known)  # for the alternatives
+        tuner.explore(known=known)  # finds the alternatives of the plan
         fastest = _fastest(tried[: len(rivals)])
     plan = tuner.plan(fastest.found)
     progress(1)
@@ -197,8 +197,8 @@ def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate
     """Return the chosen candidate, and the best candidate of every other sort.
 
     A sort is a group of candidates with the same ranks, micro-batches, chunks, backward splitting and checkpointing.
-    They differ only in the order of their actions. The simulation predicts the effect of the order well, but its errors
-    differ from sort to sort.
+    Candidates of the same sort have different orders of actions, placements or boundaries. The simulation predicts the
+    effect of these differences well, but the prediction error differs from sort to sort.
     """
     sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
@@ -241,7 +241,7 @@ def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[A
         same = ran.get(_shape(other))
         if same is None:
             yield _not_run(other, fastest.found.step_s, least)
-        elif same.label != other.label:  # a baseline
+        elif same.label != other.label:  # a baseline that also ran under another label
             yield replace(same, label=other.label, note=same.note or other.note)
 
 
@@ -357,7 +357,7 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """Scale the layer times of a graph. ``waiting_s`` and ``crowded_s`` are scaled like forward plus backward time."""
+    """Scale the layer times of a graph. Scale ``waiting_s`` and ``crowded_s`` like the sum of forward and backward."""
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)

@@ -40,13 +40,14 @@ class Known:
 
     #: Costs of each layer on a device that is not slow.
     layers: Mapping[str, LayerCosts]
-    #: The kind of each layer, such as its first measured costs. Layers of the same kind should take the same time.
+    #: A key for the kind of each layer, such as the layer's first measured costs. Layers with equal keys should take
+    #: the same time.
     kinds: Mapping[str, Hashable]
-    #: The slow devices, each with the factor by which it is slower than the others.
+    #: The factor by which each slow device is slower than the fastest device, keyed by device.
     slow: Mapping[Hashable, float] = field(default_factory=dict)
 
     def slowness(self, device: Hashable) -> float:
-        """Return the factor by which a device is slower than the others."""
+        """Return the factor by which a device is slower than the fastest device; 1 if the device is not slow."""
         return self.slow.get(device, 1.0)
 
     def corrected(self, stages: Sequence[StageTimes], tolerance: float) -> "Known":
@@ -54,8 +55,8 @@ class Known:
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the largest slowdown that noise can explain, as a fraction of the time of layers of the same
-                kinds in other stages.
+            tolerance: the largest slowdown that noise can explain, relative to layers of the same kinds in other
+                stages.
 
         """
         factors = self._least_ratios(stages)
@@ -70,7 +71,10 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """For each layer, return the smallest ratio of measured to known time of any stage with this kind of layer."""
+        """Return, for each layer, the smallest ratio of measured to known time.
+
+        The minimum is over all stages that contain a layer of the same kind.
+        """
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -84,7 +88,7 @@ class Known:
         """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
         A stage is ignored if it has a layer of a kind that runs on no other device. Returns the factor by which
-        each slow device is slower than the others, keyed by device.
+        each slow device is slower than other devices, keyed by device.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
@@ -109,7 +113,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """Return the ratio of a stage's measured time to its known time, scaled by ``factors`` if given."""
+        """Return a stage's measured time divided by its known time. ``factors`` scale the known times of layers."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -117,13 +121,13 @@ class Known:
         return stage.total_s / (known * self.slowness(stage.device)) if known else 1.0
 
     def _scaled(self, stage: StageTimes, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
-        """Return the stage's layers, scaled so that their times add up to the stage's measured times.
+        """Return the costs of the stage's layers, scaled so that the layer times add up to the stage's measured times.
 
         Args:
             stage: the stage and its measured times.
             factors: for each layer, the smallest ratio of measured to known time of any stage with this kind of layer.
-            own: the layers that get the rest of the stage's time after all others are scaled by ``factors``. If empty,
-                all layers are scaled by the same ratio.
+            own: the layers that get the rest of the stage's time after all other layers are scaled by ``factors``. If
+                empty, all layers are scaled by the same ratio.
 
         """
         scaled = {name: self.layers[name] for name in stage.layers}

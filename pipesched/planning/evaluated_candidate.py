@@ -1,4 +1,4 @@
-"""Evaluated candidates: candidates with their stages, predicted time and memory, compared with the chosen plan."""
+"""Evaluated candidates: candidates with their stages, predicted step time and predicted memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class EvaluatedCandidate:
     posted: int = 0
     #: Whether the updates of a step wait for the norm of all gradients.
     norms: bool = False
-    #: The replicas that run the candidate. None: not considered.
+    #: The replicas that run the candidate. None: replicas are not considered.
     replication: Replication | None = None
     #: With replicas, whether a step updates the weights.
     updates: bool = True
@@ -48,9 +48,9 @@ class EvaluatedCandidate:
     def runs(self) -> Program:
         """The program that runs in a step of this candidate.
 
-        It contains the recomputes, the copies to and from the host, and the collectives in which replicas sum gradients
-        and gather weights. It contains the updates only if they wait for the norm of all gradients, or if replicas
-        update the weights.
+        The program contains the recomputes, the copies to and from the host, and the collectives in which replicas sum
+        gradients and gather weights. The program contains the updates only if the updates wait for the norm of all
+        gradients, or if replicas update the weights.
         """
         program = self.candidate.runs
         if self.replication is not None:
@@ -86,7 +86,7 @@ class EvaluatedCandidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key that puts simpler plans first, and equally simple plans in ascending order of memory."""
+        """A sort key that puts simpler plans first, and equally simple plans in ascending order of memory."""
         chunks, *others = self.candidate.order
         own = self.replication or Replication()
         return (
@@ -100,7 +100,7 @@ class EvaluatedCandidate:
 
     @property
     def label(self) -> str:
-        """The candidate's name in tables: the axes if replicas are considered, else the schedule and its chunks."""
+        """The candidate's name in tables: the schedule and the number of chunks or, if there are replicas, the axes."""
         if self.replication is None:
             return label_of(self.candidate)
         return self.replication.describe(self.candidate.num_ranks)

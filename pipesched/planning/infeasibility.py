@@ -1,4 +1,4 @@
-"""Infeasibility: finds the plan that needs the least memory, and builds the errors for requests that no plan meets."""
+"""Infeasibility: finds the plan that needs the least memory, and builds errors for requests that no plan satisfies."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,8 @@ from pipesched.units import counted, quote_bytes
 
 __all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
 
-_FINE = 1.01  # relative precision of the smallest limit
-_MOST_TIMES = 16  # at most this multiple of the requested number of ranks is tried
+_FINE = 1.01  # the bisection of the limit ends when the ratio of its two ends is at most this number
+_MOST_TIMES = 16  # numbers of ranks up to this multiple of the requested number are tried
 _A_PASS = 3  # the effort for trying further candidates, as a multiple of `LeanCandidates.effort_in_need`
 _LOOKED_AT = 3  # number of schedules to try when checking whether any plan fits
 
@@ -51,7 +51,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
     Args:
         search: the request.
         least: the smallest limit per rank, in bytes, for which a plan exists.
-        fitting: finds plans within other limits.
+        fitting: an object that finds plans within other limits.
 
     """
     limit = min(search.memory_limit_bytes or ())
@@ -95,8 +95,8 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:
     """Find the plan that needs the least memory per rank, regardless of the request's limit.
 
-    The search starts with the schedules that need the least memory. It then tries all candidates with a limit below the
-    best peak so far, until no candidate fits or the effort is spent.
+    The search starts with the schedules that need the least memory. Then the search tries all candidates with a limit
+    below the best peak so far, until no candidate fits or the effort is spent.
     """
 
     def within(limit: int, only: Candidate | None = None) -> EvaluatedCandidate | None:
@@ -130,7 +130,7 @@ def _leaner(
     Args:
         found: a plan to start from.
         low: a limit in bytes within which no plan fits.
-        within: returns a plan within a limit, or None.
+        within: a function that returns a plan within a limit in bytes, or None.
 
     """
     while (high := max(found.peak_bytes)) > low * _FINE and high > low + 1:

@@ -14,7 +14,7 @@ from pipesched.program.order import Schedule
 
 __all__ = ["LeanCandidates"]
 
-_IN_NEED = 1_000_000  # actions to spend before an error is raised, even if the effort is used up
+_IN_NEED = 1_000_000  # number of actions to simulate before an error is raised, even if the effort is used up
 _FEW_LAYERS = 8  # with more layers, choosing the layers to recompute takes longer than the effort accounts for
 
 
@@ -34,7 +34,7 @@ class LeanCandidates:
         self._effort = effort
 
     def candidates(self) -> Iterator[Candidate]:
-        """Return all candidates of the search, unordered."""
+        """Return all candidates of the search, in no particular order."""
         search = self._search
         ranks = [search.num_ranks] if search.all_ranks else smaller_counts(search.num_ranks)
         shapes = search.num_stages, ranks, search.num_microbatches, len(search.pins.layers)
@@ -44,9 +44,9 @@ class LeanCandidates:
         return filter(self._is_allowed, every)
 
     def _is_allowed(self, candidate: Candidate) -> bool:
-        """Return whether a candidate has the requested placement, if there is one, and can obey ``max_in_flight``.
+        """Return whether a candidate has the requested placement, if any, and can stay within ``max_in_flight``.
 
-        Each rank must be allowed to hold at least one micro-batch per chunk.
+        Within ``max_in_flight``, each rank must be able to hold at least one micro-batch per chunk.
         """
         limits = self._search.max_in_flight
         if limits is not None and candidate.schedule.chunks_per_rank > min(limits[: candidate.num_ranks]):
@@ -119,8 +119,8 @@ class LeanCandidates:
     def least_bytes(self, num_microbatches: int) -> int:
         """Return a lower bound on the memory of all ranks together, in bytes.
 
-        It counts the weights, buffers and optimizer states of all layers and, with two or more micro-batches, all
-        gradients.
+        The bound is the size of the weights, buffers and optimizer states of all layers and, with two or more
+        micro-batches, of all gradients.
         """
         kept, gradients = self._kept_bytes
         return kept + (gradients if num_microbatches > 1 else 0)

@@ -48,7 +48,7 @@ class Pins:
 
     @property
     def complete(self) -> bool:
-        """Whether the boundaries determine every stage."""
+        """Whether the boundaries determine all stages: True if ``boundaries`` is a list."""
         return self.boundaries is not None and not isinstance(self.boundaries, Mapping)
 
     @cached_property
@@ -83,7 +83,7 @@ class Pins:
             if before >= behind:
                 raise PartitionError(
                     f"later layers must begin later stages; {one!r} begins stage {before}, but {other!r}, a later "
-                    f"layer, begins stage {behind}; swap them, or leave one out"
+                    f"layer, begins stage {behind}; swap the stages, or leave out a layer"
                 )
 
     def starts_of_all(self) -> list[int]:
@@ -103,12 +103,12 @@ class Pins:
                 raise PartitionError(
                     f"a boundary must be the position at which a stage other than stage 0 begins, from 1 to "
                     f"{len(self.layers) - 1} for {counted(len(self.layers), 'layer')}; got {boundary!r}; remove or "
-                    f"move it"
+                    f"move this boundary"
                 )
             if start <= starts[-1]:
                 raise PartitionError(
                     f"boundaries must be in ascending order; got {boundary!r} (layer {start}) after layer "
-                    f"{starts[-1]}; sort them and remove duplicates"
+                    f"{starts[-1]}; sort the boundaries and remove duplicates"
                 )
             starts.append(start)
         return starts

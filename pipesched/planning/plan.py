@@ -69,7 +69,7 @@ class Plan:
         pipe = pipesched.Pipeline(model, sample, plan=pipesched.Plan.load("plan.json"), devices=devices)
 
     Attributes:
-        stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
+        stages: the names of the layers of each stage. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
         checkpoint: which activations to recompute or offload: one setting for all stages, or one for each named layer.
@@ -79,8 +79,8 @@ class Plan:
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
-        replication: the number of replicas that run the program, each on its own rows, and the tensors that are split
-            across them (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
+        replication: the number of replicas that run the program on different rows, and the tensors that are split
+            across the replicas (``zero``). ``costs`` describes one replica. None: the plan does not depend on replicas.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
 
@@ -125,7 +125,7 @@ class Plan:
             if "found" in schedule.options:
                 schedule = searched_before(self.chained, self.costs)
             made = schedule.program(program.num_ranks, program.num_microbatches)
-        except ScheduleError:  # raised if another schedule has this name
+        except ScheduleError:  # another schedule may have this name now
             return None
         return schedule if made == self.chained else None
 
@@ -157,7 +157,7 @@ class Plan:
     def mesh(self) -> dict[str, int] | None:
         """The mesh dimensions that the plan needs, such as ``{"dp": 8, "pp": 4}``; None if ``replication`` is None.
 
-        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates it.
+        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates the mesh.
         """
         return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
 
@@ -265,7 +265,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
-        """Make a plan from the dict that ``to_dict`` returned, and validate its program.
+        """Create a plan from the dict that ``to_dict`` returned, and validate its program.
 
         ``"program"`` can contain text lines even if ``to_dict`` wrote a digest. If the stages were edited, the costs,
         ties and alternatives are dropped, because they describe the stages before the edit.
@@ -329,12 +329,12 @@ def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
         raise ScheduleError(
             f"a plan must have one stage for each part of the model; the plan lists "
             f"{counted(len(stages), 'stage')}, but its program cuts the model into "
-            f"{counted(program.num_weights, 'part')}; correct one of them"
+            f"{counted(program.num_weights, 'part')}; correct the stages or the program"
         )
     if () in stages:
         raise ScheduleError(
-            f"every stage must have a layer; stage {stages.index(())} of {len(stages)} has none; add one, or plan for "
-            f"fewer stages"
+            f"every stage must have a layer; stage {stages.index(())} of {len(stages)} has none; add a layer, or "
+            f"plan for fewer stages"
         )
 
 
@@ -379,10 +379,10 @@ _MORE = (
 
 
 def searched_before(program: Program, costs: Costs | None) -> Schedule:
-    """Return the schedule `searched` with a program that it found earlier.
+    """Return the schedule `searched` with a program that this schedule found earlier.
 
-    The schedule uses the given program for the same or a smaller number of micro-batches. For a larger number, it
-    searches again with ``costs``; no rank then holds more (stage, micro-batch) pairs than in the given program.
+    For at most as many micro-batches as ``program`` has, the schedule uses ``program``. For more micro-batches, the
+    schedule searches again with ``costs``. No rank then holds more (stage, micro-batch) pairs than in ``program``.
 
     Args:
         program: the program, for a chain of stages.
@@ -408,7 +408,7 @@ def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
 
 
 def _read_program(values: Mapping[str, Any]) -> Program:
-    """Return the program of a saved plan, parsed from the saved lines or created by the saved schedule."""
+    """Return the program of a saved plan: parsed from the saved lines, or created by the saved schedule."""
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))

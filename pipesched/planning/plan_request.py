@@ -20,7 +20,7 @@ __all__ = ["PlanRequest"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The choices of a user. If a choice is None, pipesched makes it."""
+    """The choices of a user. If a choice is None or "auto", pipesched makes the choice."""
 
     schedule: str | Schedule | Program = "auto"
     num_stages: int | None = None
@@ -56,7 +56,7 @@ class PlanRequest:
 
         """
         if not isinstance(plan, Plan):
-            raise PartitionError(f"plan= must be a Plan; got {plan!r}; read a saved one with Plan.load(path)")
+            raise PartitionError(f"plan= must be a Plan; got {plan!r}; read a saved plan with Plan.load(path)")
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(

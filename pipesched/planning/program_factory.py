@@ -39,13 +39,15 @@ __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 _LOG = logging.getLogger(__name__)
 
 _AUTO = "1f1b"
-_MORE_STEPS = 4  # a stream is aperiodic if it has no period within this multiple of the steps that PipeDream needs
+# A stream of steps counts as aperiodic if its order does not repeat within this multiple of the steps that PipeDream
+# needs.
+_MORE_STEPS = 4
 _MOST_KEPT = 32  # maximum number of orders kept for micro-batches of different sizes
 MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019)
 
 
 class ProgramFactory:
-    """Creates and validates the programs of a pipeline. Caches them by number of micro-batches.
+    """Creates and validates the programs of a pipeline. Caches the programs by number of micro-batches.
 
     Args:
         request: the user's choices.
@@ -85,7 +87,7 @@ class ProgramFactory:
     def of(self, num_microbatches: int) -> "StepPrograms":
         """Return the programs of steps with this number of micro-batches.
 
-        If the user gave a program with another number of micro-batches, using the result raises ScheduleError.
+        If the user passed a program with another number of micro-batches, using the result raises ScheduleError.
         """
         if num_microbatches not in self._made:
             if self._made:
@@ -96,7 +98,7 @@ class ProgramFactory:
     def of_sizes(
         self, sizes: tuple[Size, ...], costs: Callable[[Size], Costs], **limits: int | Sequence[int] | None
     ) -> "StepPrograms":
-        """Return the programs of steps with micro-batches of these sizes, in an order that a search finds for them.
+        """Return the programs of steps with micro-batches of these sizes, in an order searched for these sizes.
 
         In simulation, this order is not slower than the order for equal micro-batches, and the results are
         bit-identical. The last 32 orders are kept. The schedule must be `searched`.
@@ -165,7 +167,7 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Set the connections between stages, each from a stage to one that uses its output.
+        """Set the connections between stages. A connection leads from a producing to a consuming stage.
 
         A bidirectional schedule has a chain of stages for each direction. All chains get the same connections.
 
@@ -192,8 +194,8 @@ class ProgramFactory:
         Args:
             buckets: for each stage, the layers whose gradients are summed; empty for a single replica.
             gather_once: whether a step gathers the weights of a stage only once, if the weights are split across
-                replicas. If False, it gathers them again after other stages of the rank have run. Default: None (the
-                weights are not split).
+                replicas. If False, the step gathers the weights again after other stages of the rank have run. Default:
+                None (the weights are not split).
 
         Raises:
             ScheduleError: if the sums or gathers in the user's program are not those that the replicas need.
@@ -213,7 +215,8 @@ class ProgramFactory:
     def check_updates(self) -> None:
         """Raise ScheduleError if the schedule's updates do not fit the pipeline's optimizers.
 
-        For example, the schedule needs optimizers and there are none, or it does not support gradient norms.
+        For example, the schedule needs optimizers and the pipeline has none, or the schedule does not support gradient
+        norms.
         """
         program = self.full.plain
         if program.has_updates and not self.updates:
@@ -243,7 +246,7 @@ class ProgramFactory:
 
 
 class StepPrograms:
-    """The programs of steps with a given number of micro-batches. Each program is created on first use.
+    """The programs of steps with ``num_microbatches`` micro-batches. Each program is created on first use.
 
     Args:
         factory: the factory of these programs.
@@ -297,7 +300,7 @@ class StepPrograms:
     def timed(self) -> Program:
         """The program that the pipeline runs, but without transfers.
 
-        It contains one step or, if steps overlap, all steps until the order of actions repeats.
+        The program contains one step or, if steps overlap, all steps until the order of actions repeats.
         """
         factory = self._factory
         source = self._source

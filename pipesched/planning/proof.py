@@ -24,8 +24,8 @@ _SOLVED = "solved"
 def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effort: float = 60.0) -> Plan:
     """Return the plan with a bound that a solver has proved, and with the solver's order if that order is faster.
 
-    The bound holds for all orders of the stages' actions that keep the results bit-identical, however much memory they
-    need. It includes the smallest latency of a link and the overhead per action, but no other costs of links, no other
+    The bound holds for all orders of the stages' actions that keep the results bit-identical, regardless of memory. The
+    bound includes the smallest latency of a link and the overhead per action, but no other costs of links, no other
     overheads, and no recomputation. The solver's order is used if it fits into memory and if its simulated step, which
     includes all of these costs, is shorter by at least 0.5 %.
 

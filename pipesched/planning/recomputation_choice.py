@@ -2,8 +2,9 @@
 
 `pipesched.planning.tuner` makes this choice for each candidate. Layers are first partitioned into stages without memory
 limits. If a rank then exceeds its limit, the layers are partitioned again under limits, and the activations of each
-layer are held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists the options of a layer, and
-`pipesched.partitioning.knapsack` chooses the fastest combination that fits. If none fits, whole stages are recomputed.
+layer are kept, recomputed or offloaded. `pipesched.partitioning.activation_options` lists the options of a layer, and
+`pipesched.partitioning.knapsack` chooses the fastest combination that fits. If no combination fits, whole stages are
+recomputed.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,12 +31,12 @@ from pipesched.simulation.layer_costs import costs_of
 __all__ = ["RecomputationChooser"]
 
 _TRIES = 6  # maximum number of partitions to try under a memory limit
-_PER_BYTE = 1e-12  # seconds that represent a byte, because the partitioner counts picoseconds
+_PER_BYTE = 1e-12  # seconds that represent a byte where the partitioner expects a time: one tick of the partitioner
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
 #: Each stage's layers, the layers with recomputed or offloaded activations, and the partitioner's estimate of each
-#: rank's memory in bytes (empty if there is none).
+#: rank's memory in bytes (empty if there is no estimate).
 _Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
@@ -59,7 +60,7 @@ class RecomputationChooser:
 
         If the candidate fits into memory without recomputation, yields only this candidate. Otherwise, yields
         candidates that recompute or offload individual layers or, if none of these fits, candidates that recompute
-        whole stages. If the request gives a checkpoint setting, only that setting is tried.
+        whole stages. If the request has a checkpoint setting, only that setting is tried.
         """
         asked = self._search.checkpoint
         plain = self.without_limits(candidate.recomputing(LADDER[0] if asked is None else asked))
@@ -91,9 +92,10 @@ class RecomputationChooser:
     def with_simple_cuts(self, candidate: Candidate) -> list[EvaluatedCandidate]:
         """Return a copy of the candidate for each simple cut that is allowed and within the limits.
 
-        One simple cut makes the slowest stage as fast as possible. Under memory limits, there are two more: one puts
-        equal numbers of layers into all stages, and one minimises the size of the weights on the rank with the
-        largest weights. Returns [] if the boundaries of all stages are given, or if there are too few layers.
+        The first simple cut makes the slowest stage as fast as possible. Under memory limits, two more cuts are tried:
+        the second cut puts equal numbers of layers into all stages, and the third cut minimises the size of the weights
+        on the rank with the largest weights. Returns [] if the user has set all boundaries, or if the candidate has
+        more stages than layers or exceeds a limit on micro-batches in flight.
         """
         pins = self._search.pins
         if pins.complete or candidate.num_stages > len(pins.layers) or self._holds_too_many(candidate):
@@ -140,7 +142,7 @@ class RecomputationChooser:
 
         The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with that
         limit lowered by the excess. If the lowered limit permits no partition, the next limit to try is halfway between
-        the lowered limit and the last limit that permitted one.
+        the lowered limit and the last limit that permitted a partition.
 
         Args:
             candidate: the candidate.
@@ -150,7 +152,7 @@ class RecomputationChooser:
         if self._holds_too_many(candidate):
             return None
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
-        enough: list[float] = []  # lowered limits for which there is a partition, but one that exceeds the real limits
+        enough: list[float] = []  # lowered limits that permit a partition, although it exceeds the real limits
         for _ in range(_TRIES):
             partitioned = self._partitioned(candidate, tuple(asked), allowed)
             if partitioned is None and not enough:

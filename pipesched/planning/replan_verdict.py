@@ -1,4 +1,4 @@
-"""Replan verdict: whether a better plan saves enough to justify moving layers.
+"""Replan verdict: decides whether a better plan saves enough time to justify moving layers.
 
 Thresholds prevent moves that are caused by noise. The saving per step must exceed 3 % of the step time and twice the
 noise. The total saving in the remaining steps must exceed the cost of moving.
@@ -49,7 +49,7 @@ class Replanned:
 
     @property
     def saving_s(self) -> float:
-        """The predicted saving per step, in seconds."""
+        """The time that the new plan is predicted to save per step, in seconds."""
         return 0.0 if self.before_s is None or self.after_s is None else self.before_s - self.after_s
 
     def __str__(self) -> str:

@@ -58,11 +58,11 @@ class SearchRequest:
     batch_size: int
     #: The numbers of micro-batches to try.
     num_microbatches: Sequence[int]
-    #: The schedule. None: any synchronous one.
+    #: The schedule. None: any synchronous schedule.
     schedule: Schedule | None = None
-    #: The number of stages. None: any.
+    #: The number of stages. None: any number.
     num_stages: int | None = None
-    #: The checkpoint setting. None: any that stays within the memory limits.
+    #: The checkpoint setting. None: any setting with which the plan stays within the memory limits.
     checkpoint: Checkpoint | None = None
     #: The links between ranks. None: the links of the profile's machine.
     links: Links | None = None
@@ -70,7 +70,7 @@ class SearchRequest:
     memory_limit_bytes: tuple[int, ...] | None = None
     #: Whether the plan must use all ranks.
     all_ranks: bool = False
-    #: "threads" or "processes". The two have different overheads.
+    #: Whether ranks are "threads" or "processes", which have different overheads.
     ranks_are: RanksAre = "threads"
     #: Whether activations can be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
     offload: Offload = "auto"
@@ -96,7 +96,7 @@ class SearchRequest:
                 "host_bytes_per_s; measure the model again, or set the bandwidth, such as "
                 "Machine(host_bytes_per_s=20e9)"
             )
-        _ = self.max_in_flight  # checks it
+        _ = self.max_in_flight  # raises an error for an invalid option
         if self.placement is not None and self.num_stages not in (None, len(self.placement)):
             raise ScheduleError(
                 f"placement= must have a rank for each stage; got {len(self.placement)} ranks for "
@@ -135,8 +135,8 @@ class SearchRequest:
         stages = -(-(self.num_stages or len(self.placement or [0])) // self.num_ranks)
         if len(limits) != self.num_ranks or min(limits) < stages:
             raise ScheduleError(
-                f"max_in_flight must be a whole number, or a list with one for each rank, and every rank must have "
-                f"room for a micro-batch on each of its stages; got {shown(limit)} for "
+                f"max_in_flight must be a whole number, or a list with one number for each rank, and every rank must "
+                f"have room for a micro-batch on each of its stages; got {shown(limit)} for "
                 f"{counted(self.num_ranks, 'rank')} with {counted(stages, 'stage')} each; pass numbers of at least "
                 f"{stages}"
             )
@@ -192,7 +192,7 @@ class SearchRequest:
         num_cores: int | None = None,
         **others: Any,
     ) -> "SearchRequest":
-        """Check a user's request and make a search request from it. Unmeasured overheads get default values.
+        """Check a user's request, and return a search request. Unmeasured overheads get default values.
 
         Args:
             profile: the costs of the layers.
@@ -200,8 +200,8 @@ class SearchRequest:
             batch_size: the number of rows in a batch.
             request: the user's choices.
             memory_limit_bytes: one limit for all ranks, or one for each rank. Default: no limit.
-            counts: the numbers of micro-batches to try if the request gives none. Default: chosen so that micro-batches
-                are within the range of the measured sizes.
+            counts: the numbers of micro-batches to try if the request has no number. Default: numbers for which the
+                micro-batch size is within the range of the measured sizes.
             ranks_are: "threads" or "processes". Default: "threads".
             num_cores: the number of CPU cores that all ranks share. Default: ``num_ranks``.
             others: other fields of SearchRequest.

@@ -1,7 +1,7 @@
 """Stage partitioner: assigns layers to the stages of a program, within the user's constraints.
 
-The partitioner calls `pipesched.partitioning`, which does not use programs. It then adds the program's ranks to the
-explanation of the result.
+The partitioner calls `pipesched.partitioning`, which does not use programs. The partitioner then adds the program's
+ranks to the result.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,8 +24,8 @@ from pipesched.units import counted, quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
-_COPIES = 2  # number of times that parameter bytes are counted: as weights and gradients, but not as optimizer states
-_MOST_TIES = 8  # limit on the number of tied weights for which a stage with all users is tried
+_COPIES = 2  # parameter bytes are counted twice: as weights and as gradients, but not as optimizer states
+_MOST_TIES = 8  # maximum number of tied weights for which the search tries to put all users into one stage
 _MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
@@ -40,11 +40,11 @@ class StagePartitioner:
     checkpoint: Checkpoint = "never"
     #: Links between ranks. If given, the partition takes communication between stages into account.
     links: Links | None = None
-    #: Each rank's limit for weights, gradients and activations.
+    #: Each rank's memory limit for weights, gradients and activations, in bytes. None: no limit.
     memory_limit_bytes: Sequence[float] | None = None
-    #: Relative speeds of slow devices, keyed by rank. Default: 1.
+    #: Relative speeds of slow devices, keyed by rank. The speed of a rank without an entry is 1.
     speeds: Mapping[int, float] = field(default_factory=dict)
-    #: The ways to save memory that can be chosen per layer. The resulting partition lists the choices.
+    #: The ways to save memory from which the search chooses for each layer. The resulting partition lists the choices.
     allowed: Collection[LayerCheckpoint] = ()
     #: Bandwidth between a rank and its host, for offloading.
     host_bytes_per_s: float | None = None
@@ -92,7 +92,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """Return the partition into ``stages``. Its ``reason`` says whether other boundaries would be faster."""
+        """Return the partition into ``stages``, with a ``reason`` saying whether other boundaries would be faster."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
@@ -207,9 +207,9 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Return the sort key of a partition: its time per step, then the bytes sent for tied weights.
+        """Return the sort key of a partition: the time per step, then the bytes sent for tied weights.
 
-        The time per step consists of the bottleneck's time for all micro-batches and the transfers of tied weights.
+        The time per step is the bottleneck's time for all micro-batches plus the transfer time of tied weights.
         """
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
@@ -223,10 +223,10 @@ class StagePartitioner:
     # ---- explanation ------------------------------------------------------------------------------------------------
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
-        """Correct a partition's summary of each stage.
+        """Return a copy of the partition with ``reason`` and corrected stage summaries.
 
-        The summaries get the program's rank numbers, count each parameter once per stage, and count only the
-        activations that checkpointing leaves in memory.
+        The corrected summaries have the program's rank numbers, count each parameter once per stage, and count only the
+        activations that checkpointing keeps in memory.
         """
         summaries = []
         for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):

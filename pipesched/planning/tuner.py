@@ -1,14 +1,14 @@
 """Tuner: finds the plan with the shortest simulated step for given layer costs, ranks, batch size and memory limits.
 
-Candidates wait in a queue, sorted by a lower bound on their step time. At first the bound considers only their total
-work. The layers of the first candidate in the queue are assigned to stages, and
+Candidates wait in a queue, sorted by a lower bound on their step time. At first the bound considers only the work of
+the layers. The layers of the first candidate in the queue are assigned to stages, and
 `pipesched.planning.recomputation_choice` decides which layers to recompute or offload to stay within memory limits.
 The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
 first in the queue again. The search ends when no bound is below the best step time. If no candidate fits into memory,
 the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
 these fits, the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage
 boundaries of the best candidates are moved while this shortens the simulated step
-(`pipesched.planning.refinement.boundary_refinement`), and a search looks for faster orders of their stages
+(`pipesched.planning.refinement.boundary_refinement`), and a search looks for faster orders of actions
 (`pipesched.planning.refinement.order_search`).
 """
 
@@ -81,8 +81,8 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 def find_plan_of_replicas(search: SearchRequest) -> Plan:
     """Find the best plan for a request with replicas.
 
-    If the weights are split across replicas, first searches for a plan that gathers them only once per step. If no such
-    plan fits into memory, searches for a plan that gathers them for each use.
+    If the weights are split across replicas, first searches for a plan that gathers the weights only once per step. If
+    no such plan fits into memory, searches for a plan that gathers the weights for each use.
 
     Raises the same errors as ``find_plan``.
     """
@@ -165,7 +165,7 @@ class Tuner:
         if self._search.searches_orders:
             orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
             self._found += orders.improve(self._found, self._moved, self._unrecomputed())
-            if self._search.schedule is not None:  # `searched` is asked for, and starts from the best known order
+            if self._search.schedule is not None:  # the user chose `searched`: also consider the best known order
                 self._found.append(as_searched(self.best()[0]))
         return self._chosen()
 
@@ -173,7 +173,7 @@ class Tuner:
         """Return the candidate to use.
 
         If an order that the search found is clearly faster than all known schedules, return it. Otherwise return the
-        simplest candidate with a known schedule that is about as fast as the fastest one. If this candidate uses
+        simplest candidate with a known schedule that is about as fast as the fastest such candidate. If it uses
         several ranks, it is also at least as fast as every candidate with a simple cut.
         """
         searched = list(filter(is_searched, self._found))
@@ -200,10 +200,10 @@ class Tuner:
     def _unrecomputed(self) -> list[EvaluatedCandidate]:
         """Return candidates without recomputation whose stages may have an order within the limits.
 
-        They use all ranks, and as many micro-batches as the fastest candidate. Placements for which a candidate without
-        recomputation already fits are left out. For each remaining placement, one candidate has the fastest cut, which
-        exceeds the limits. If a cut exists for which 1F1B with fewer micro-batches in flight is within the limits, a
-        second candidate has this cut. The placements with the best bounds come first.
+        These candidates use all ranks, and as many micro-batches as the fastest candidate. Placements for which a
+        candidate without recomputation already fits are left out. For each remaining placement, one candidate has the
+        fastest cut, which exceeds the limits. If a cut exists for which 1F1B with fewer micro-batches in flight is
+        within the limits, a second candidate has this cut. The placements with the lowest bounds come first.
         """
         mode = self._search.checkpoint or LADDER[0]
         fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
@@ -324,7 +324,7 @@ class Tuner:
                     self._found.append(self._simulated(squeezed))
 
     def _squeezed(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """Move the candidate's boundaries while this lowers the number of bytes above the limits."""
+        """Move the candidate's boundaries while this lowers the excess bytes, and return the best candidate."""
         best = found
 
         def excess(stages: StageLayers) -> float:
@@ -346,14 +346,14 @@ class Tuner:
         """Return a lower bound in seconds on the step time of every partition.
 
         The bound is the larger of two times: the time of the slowest layer for all micro-batches, and the time of the
-        busiest rank if the work is divided in the best possible way. This is usually an even division among all ranks,
-        with two exceptions:
+        busiest rank if the work is divided in the best possible way. Usually the best way is an even division among all
+        ranks. There are two exceptions:
 
         - A schedule may limit a rank to w micro-batches (see `window_of`). The first rank holds each micro-batch until
           all work on it is done. So at any time, at most w micro-batches are in progress, and at most w ranks work.
         - With one stage per rank and B instead of I and W, a rank first waits while all earlier ranks work on one
-          micro-batch. The wait counts as part of its time. The busiest rank then has the least time if the work per
-          micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
+          micro-batch. The wait counts as part of the rank's time. The busiest rank then has the least time if the work
+          per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
           micro-batches.
         """
         count = candidate.num_microbatches
@@ -525,7 +525,7 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
 def _end_s(costs: Costs, *, updates: bool) -> float:
     """Return a lower bound on the time from the last gradient of a step to the end of the step.
 
-    This gradient completes a bucket of its stage. The bucket is then summed across replicas and, if ``updates`` is
+    The last gradient completes a bucket of a stage. The bucket is then summed across replicas and, if ``updates`` is
     True, the weights of the stage are updated.
     """
     sums = [times[-1] if times else 0 for times in costs.reduce_s]

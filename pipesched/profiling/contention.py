@@ -27,9 +27,9 @@ def crowd(
         subjects: the layers.
         device: the device to run on.
         caller: the thread-local settings to use.
-        threads: the number of intra-op threads that each of the two threads uses.
-        rounds: the maximum number of measurements.
-        enough_s: the time in seconds after which no further measurement begins.
+        threads: the number of intra-op threads for each of the two copies of the layers.
+        rounds: the maximum number of rounds. A round measures the factor once.
+        enough_s: the time in seconds after which no further round begins.
 
     Returns:
         The slowdown factor of each round; empty if the layers cannot be copied.
@@ -69,8 +69,8 @@ def crowd(
 def _round(lap: TimingRun) -> float:
     """Return the time in seconds that the layers take for two F, one B, one I and one W.
 
-    The work that the measurement itself does between layers is not counted, because it slows down other threads more
-    than layers do.
+    The work of the measurement between layers is not counted, because this work slows down other threads more than
+    layers do.
     """
     lap.round()
     lap.weight_round(apart=True)

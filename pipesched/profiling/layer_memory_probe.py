@@ -23,12 +23,12 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer that runs as a stage, or a whole stage. It has already run F, I and W once."""
+    """A layer that runs as a stage, or a whole stage. The layer or stage has already run F, I and W once."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
     run: Callable[[Payload, bool], Payload | PerConsumer]
-    #: Frees the inputs and input gradients stored by a forward and backward.
+    #: Frees the inputs and input gradients that a forward and a backward have stored.
     release: Callable[[], None]
     #: The trained parameters.
     weights: Sequence[Tensor]
@@ -108,12 +108,12 @@ class _Pass:
     bytes. Except where stated, a layer's input and output are counted only if the stage keeps them.
 
     - ``forward``: the peak during F, always including the input.
-    - ``backward``: the peak during B or I, in addition to the kept activations. It includes the output's gradients.
-    - ``left``: the memory in use between the I and the W.
-    - ``left_input``: the part of ``left`` that holds the layer's inputs.
-    - ``left_grad``: the part of ``left`` that holds the gradients that the W needs.
-    - ``delivery``: the peak during W, in addition to ``left``.
-    - ``deferred``: the size of the weight gradients that the W computes.
+    - ``backward``: the peak during B or I, minus the kept activations. The peak includes the output's gradients.
+    - ``left``: the memory in use between I and W.
+    - ``left_input``: the part of ``left`` that the layer's inputs occupy.
+    - ``left_grad``: the part of ``left`` that the gradients for W occupy.
+    - ``delivery``: the peak during W, minus ``left``.
+    - ``deferred``: the size of the weight gradients that W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:
@@ -141,7 +141,7 @@ class _Pass:
         held = books.bytes
         del given
         layer.release()
-        self.kept_input = max(0, inputs - self._dropped(held))  # caches may be freed with the input, too
+        self.kept_input = max(0, inputs - self._dropped(held))  # the input can free caches, too
         self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
         self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
         base = books.bytes - came

@@ -28,7 +28,7 @@ from pipesched.user_warning import warn
 
 __all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 
-#: Name -> a layer and its arguments; None means the output of the previous layer.
+#: Name of a call -> the layer and its arguments. If the arguments are None, the layer gets the previous layer's output.
 Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
@@ -36,7 +36,7 @@ Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 class Effort:
     """The settings that determine how thoroughly layers are measured."""
 
-    #: Maximum number of rounds. A round times every layer once.
+    #: Maximum number of rounds. A round measures the times of every layer once.
     rounds: int = 3
     #: The time in seconds after which no further round of a group of layers begins.
     enough_s: float = 0.5
@@ -46,7 +46,7 @@ class Effort:
     crowds: bool = False
 
 
-#: Thorough enough to choose stage boundaries.
+#: The default settings: thorough enough to choose stage boundaries.
 QUICK = Effort()
 
 #: Layers are measured in groups of about this size, so that weights leave the caches between rounds, as in a step.
@@ -70,7 +70,7 @@ def measure_layers(
         sample: the arguments (args, kwargs) of the first layer.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
-        effort: how thoroughly to measure. Default: enough to choose stage boundaries.
+        effort: how thoroughly to measure. Default: thorough enough to choose stage boundaries.
 
     """
     arrived = Payload.of(pytree.tree_map_only(Tensor, stand_in, sample))
@@ -93,7 +93,7 @@ def measure_calls(
             the gradients of arguments that require gradients.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
-        effort: how thoroughly to measure. Default: enough to choose stage boundaries.
+        effort: how thoroughly to measure. Default: thorough enough to choose stage boundaries.
 
     """
     given = {
@@ -119,7 +119,7 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) 
 
     with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
         costs = pool.submit(run).result()
-    for warning in survey.warnings:  # issued in the caller's thread, so that they point at the user's line
+    for warning in survey.warnings:  # issued in the caller's thread, so that warnings point at the user's line
         warn(warning)
     return costs
 
@@ -139,7 +139,7 @@ class _Kind:
 
     memory: LayerMemory = field(default_factory=LayerMemory)
     parameter_bytes: int = 0
-    #: The output of each call; None if the function cannot run alone.
+    #: The output of each call; None if the call is a `Between` whose function cannot run alone.
     output: Payload | None = None
     #: The calls that are measured.
     subjects: list[Subject] = field(default_factory=list)
@@ -350,7 +350,7 @@ class _Held(nn.Module):
 
 
 class _Alone:
-    """A layer that runs as a stage and has already run F, I and W once. ``caller`` holds the autocast settings."""
+    """A layer that runs as a stage and has already run F, I and W once. ``caller`` contains the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap

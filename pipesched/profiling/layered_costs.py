@@ -1,4 +1,4 @@
-"""Layered costs: the measured costs of a model's layers, and the graph of layers with these costs."""
+"""Layered costs: measures the costs of a model's layers, and builds the graph of layers with these costs."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Set
@@ -80,7 +80,8 @@ def _measure_captured(
 ) -> dict[str, LayerCosts]:
     """Return the measured costs of each layer at which a stage can begin.
 
-    They include the costs of all later calls before the next such layer, because these calls run in the same stage.
+    The costs of such a layer include the costs of all calls up to the next such layer, because these calls run in the
+    same stage.
     """
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
@@ -118,7 +119,7 @@ def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
 
 
 def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
-    """Return the arguments of a call. Tensors that depend on trained parameters require gradients."""
+    """Return the arguments of a call. Arguments that depend on trained parameters require gradients."""
     leaves, spec = pytree.tree_flatten(between.arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for place, value in zip(places, between.values, strict=False):

@@ -2,8 +2,9 @@
 
 The programs run like training programs, so the results include packing, sending and unpacking. For two ranks a and b,
 a program has a chain of three stages, which are placed on a, b and a. A round trip lasts from the end of the first
-stage to the start of the third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the
-probe also measures the collectives that sum gradients and gather weights across replicas in a training step.
+stage to the start of the third stage, so rank a alone can measure the duration of the round trip. If the mesh has
+replicas, the probe also measures the collectives that sum gradients and gather weights across replicas in a training
+step.
 """
 
 import time
@@ -41,7 +42,7 @@ _FIRST_BYTES = 1 << 16
 _GROWTH = 8  # ratio of successive message sizes
 _MOST_BYTES = 1 << 22
 _COLLECTIVE_BYTES = 64, 1 << 19, _MOST_BYTES
-_LONG_S = 0.02  # seconds; latency hardly affects the bandwidth measured by a transfer of this length
+_LONG_S = 0.02  # seconds; latency hardly affects the measured bandwidth if a transfer takes this long
 
 #: Runs a program whose stages have outputs of these sizes in bytes, and returns the spans of all ranks.
 Run = Callable[[Program, Sequence[int]], Iterable[Span]]
@@ -62,9 +63,10 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
     part of the cable's bandwidth.
 
     Args:
-        mesh: a torch DeviceMesh: one dimension for the ranks of a pipeline, or also a dimension for its replicas.
+        mesh: a torch DeviceMesh: one dimension for the ranks of a pipeline and, if there are replicas, one for the
+            replicas.
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
-        axes: the mesh dimensions of the pipeline and its replicas, as for ``Pipeline``. Default: found by their names.
+        axes: the mesh dimensions of the pipeline and of the replicas, as for ``Pipeline``. Default: found by name.
 
     Returns:
         The Links, the same on every rank, with three values for each pair and direction. ``latency_s`` is half of the
@@ -135,12 +137,12 @@ def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives
 
 
 def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.device) -> dict[int, list[float]]:
-    """Return the times of a collective in seconds for tensors of growing size, keyed by the size in bytes."""
+    """Return the times of a collective in seconds for tensors of several sizes, keyed by the size in bytes."""
     found: dict[int, list[float]] = {}
     for size in _COLLECTIVE_BYTES:
         trips = []
         for _ in range(1 + _LONG_TRIPS):
-            sums.any(torch.zeros((), device=device))  # all ranks start together
+            sums.any(torch.zeros((), device=device))  # so that all ranks start together
             begin = time.perf_counter()
             start(size).wait(sums.check)
             if device.type == "cuda":
@@ -214,7 +216,7 @@ def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict
     return {
         pair: [
             times[Action(first + 2, Kind.F, trip)][0] - times[Action(first, Kind.F, trip)][1]
-            for trip in range(1, 1 + count)  # not the first, in which the other rank may have started late
+            for trip in range(1, 1 + count)  # in trip 0, the other rank may have started late
         ]
         for first, pair in zip(range(0, program.num_stages, 3), sizes, strict=True)
     }

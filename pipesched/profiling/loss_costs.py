@@ -1,4 +1,4 @@
-"""Loss costs: measures the costs of computing a loss on a model's output, with a given or a guessed target."""
+"""Loss costs: measures the costs of computing a loss on a model's output, with a known or a guessed target."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def with_supposed_loss(
     for target in _supposed(output):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # for example about shapes that only match by broadcasting
+                warnings.simplefilter("error")  # for example, shapes that only match by broadcasting
                 found.append(loss_costs(loss_fn, output, target, device, threads))
         except Exception:  # any error of a loss that does not accept this target
             continue

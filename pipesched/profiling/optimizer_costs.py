@@ -19,7 +19,7 @@ from pipesched.tensors.caller_context import intra_op
 
 __all__ = ["Update", "measure_updates"]
 
-_STANDS_IN_BYTES = 1 << 26  # bytes of parameters on which an optimizer is timed; more than caches hold
+_STANDS_IN_BYTES = 1 << 26  # size of the parameters on which an optimizer is timed; larger than CPU caches
 _ROUNDS = 7
 
 

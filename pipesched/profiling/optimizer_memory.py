@@ -1,7 +1,7 @@
 """Optimizer memory: computes the size of an optimizer's state, and the peak memory of its step, for any parameters.
 
-An optimizer of the same class runs steps on meta tensors. Meta tensors need no memory, so stages can have any size.
-For times, which need real steps, see `pipesched.profiling.optimizer_costs`.
+An optimizer of the same class runs steps on meta tensors. Meta tensors need no memory, so parameters can have any size.
+`pipesched.profiling.optimizer_costs` measures times, which requires real steps.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 def _stepped(
     make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor], stand_ins: Sequence[Tensor]
 ) -> Upkeep:
-    """Run two steps on the stand-ins, and return the memory that they need, scaled up to the size of the parameters."""
+    """Run two steps on the stand-ins, and return the memory for these steps, scaled up to the parameters' size."""
     ledger = Ledger(stand_ins[0].device.type)
     weights = [nn.Parameter(tensor) for tensor in stand_ins]
     for weight in weights:
@@ -83,11 +83,11 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """Return the size in bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
+    """Return the size in bytes of a parameter's state tensor, computed from that of the parameter's stand-in.
 
-    Where a dimension of the state tensor is as large as that dimension of the stand-in, it becomes as large as that
-    dimension of the parameter. If the numbers of dimensions differ, the state tensor's bytes are multiplied by the
-    ratio of the parameter's bytes to the stand-in's bytes. The size of a scalar does not change.
+    If a dimension has the same size in the state tensor and in the stand-in, the parameter's size of this dimension
+    replaces this size. If the numbers of dimensions differ, the state tensor's bytes are multiplied by the ratio of the
+    parameter's bytes to the stand-in's bytes. The size of a scalar does not change.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

@@ -54,9 +54,9 @@ _TRIES = 5  # attempts at an undisturbed run
 _ROWS = 128
 _WIDTH = 512
 _PRODUCTS = 4
-_AGAIN = 4  # runs of ranks that work in parallel; the slowdown is only a few percent
-_AGAIN_ASLEEP = 2  # runs of waiting ranks; the wake-up delays vary from run to run
-_SLEEP_S = 0.01  # seconds of one part of waiting
+_AGAIN = 4  # number of repetitions with ranks that work in parallel, because the slowdown is only a few percent
+_AGAIN_ASLEEP = 2  # number of repetitions with waiting ranks, because wake-up delays vary from run to run
+_SLEEP_S = 0.01  # seconds that a waiting layer sleeps for each unit of work
 _SHORT = 16  # rows of a short message
 _LONG = 512
 _ROW_BYTES = 1024
@@ -77,7 +77,7 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer that computes or sleeps for a time proportional to ``parts``. ``seconds`` holds the time of each call."""
+    """A layer that computes or sleeps for a time proportional to ``parts``. ``seconds`` has the time of each action."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """The trace of a program's run, and for each action the time in seconds that its layer's own work took."""
+    """The trace of a program's run, and for each action the time in seconds that the work of its layer took."""
 
     trace: Trace
     work_s: dict[Action, float]
@@ -227,7 +227,7 @@ def _runner(host: RankHost) -> Run:
             trace = Trace(spans, program.num_ranks)
             return Ran(trace, seconds), waits or lost_s < _DISTURBED * trace.makespan_s
 
-        once()  # warm-up: later runs can predict the form of messages and have memory for them
+        once()  # warm-up: later runs can predict the form of messages and reuse message buffers
         for _ in range(_TRIES):
             ran, undisturbed = once()
             if undisturbed:
@@ -244,7 +244,7 @@ def waited_s() -> float:
     """
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # the thread has ended meanwhile
+        with suppress(OSError):  # the thread has ended in the meantime
             waited_ns += int(path.read_text().split()[1])
     return waited_ns * 1e-9
 
@@ -276,10 +276,10 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
 def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
     """Return the extra time per action, in seconds, that a program takes if all ranks wait.
 
-    This is the extra time of the whole program, divided by the number of actions on its longest path.
+    The result is the extra time of the whole program, divided by the number of actions on the longest path.
 
     Args:
-        alone: a run of a single waiting rank. It gives the time of a layer as a profile would measure it.
+        alone: a run of a single waiting rank. This run shows the time of a layer that a profile would measure.
         program: the program of all ranks.
         ran: a run of this program in which all ranks wait instead of computing.
         awake: the other overheads, which are subtracted.
@@ -304,10 +304,11 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """Collects overheads in seconds, keyed by the case, the kind of action, and the number of rows in the message.
+    """Collects overheads in seconds, keyed by measurement, kind of action, and number of rows in the message.
 
-    There are four cases: an action without messages, an action that sends a message, an action that receives a message,
-    and a pair of actions on two ranks. In a pair, the second action waits for the first.
+    The probe measures four overheads: of an action without messages ("action"), of an action that sends a message
+    ("send"), of an action that receives a message ("receive"), and of two actions on two ranks ("chained"), the second
+    of which waits for the first.
     """
 
     def __init__(self) -> None:
@@ -365,7 +366,7 @@ class _Seen:
 
 
 def _line(seconds: Sequence[float]) -> Link:
-    """Return latency and bandwidth, given the times of a short and a long message."""
+    """Return the latency and bandwidth that result from the times of a short and a long message."""
     short_s, long_s = (max(0.0, took_s) for took_s in seconds)
     byte_s = (long_s - short_s) / ((_LONG - _SHORT) * _ROW_BYTES)
     return Link(max(0.0, short_s - byte_s * _SHORT * _ROW_BYTES), 1 / byte_s) if byte_s > 0 else Link(short_s)

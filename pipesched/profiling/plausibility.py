@@ -15,9 +15,9 @@ __all__ = ["Measured", "doubt", "doubt_of_sum"]
 _HEAVY = 0.05  # a layer is checked if it takes more than this fraction of all layers' time
 _LEAST_S = 2e-4  # seconds; shorter layers are too noisy to check
 _BACKWARD = 1, 4  # minimum and maximum time of a backward pass, as multiples of the forward's time
-_BYTES_PER_S = 1e9  # slowest rate at which a backward pass writes large gradients
+_BYTES_PER_S = 1e9  # lowest plausible rate at which a backward pass writes large gradients
 _ALIKE = 2  # the largest ratio between the times of identical layers
-_SUM = 0.1  # tolerated difference from the model's time, as a fraction of it
+_SUM = 0.1  # tolerated difference between the layers' total time and the model's time, as a fraction of the latter
 
 
 @dataclass(frozen=True)

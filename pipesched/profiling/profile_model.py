@@ -38,11 +38,13 @@ __all__ = ["as_loss", "profile", "put_updates"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
 _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds affects only one pass of a size
-_AGREE = 0.03  # a size needs no third pass if the times of each layer differ by at most this fraction of its time, ...
-_TINY = 0.002  # ... or by at most this fraction of the time of all layers
+# A size needs no third pass if each time of a layer differs between the first two passes by at most the fraction _AGREE
+# of this time, or by at most the fraction _TINY of the time of all layers.
+_AGREE = 0.03
+_TINY = 0.002
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
-_LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
+_LARGEST_BYTES = 1 << 31  # a model with at most this many bytes of parameters is also measured as a whole
 _ROWS = "rows= must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
 _FEWEST = 2  # the smallest measured size; code may treat a single row differently
@@ -85,18 +87,17 @@ def profile(
             ``optimizer_bytes``. Default: None.
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
             is measured as 2. Default: the sample's number of rows multiplied by 1/4, 1/2, 1 and 2.
-        microbatches: additional micro-batches to measure, whose shapes differ from the sample's, such as the shortest
-            and the longest sequences. The profile then contains the layers' costs as functions of a micro-batch's size,
-            which are required to search for an order of actions for micro-batches of different sizes. Default: none.
+        microbatches: additional micro-batches to measure, with other shapes than the sample, such as the shortest and
+            the longest sequences. The profile then contains costs as functions of the micro-batch size, which a search
+            for an order of micro-batches of different sizes requires. Default: none.
         device: the torch device to measure on. Default: "cpu".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
         split_dims: the dimension of the rows: an int for all arguments, a sequence with one entry for each positional
-            argument, or a dict by position or keyword. An argument with None in place of a dimension is not split.
-            Default: 0.
+            argument, or a dict by position or keyword. An argument with the entry None is not split. Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
         thorough: whether to measure each size until two measurements agree, and to compare the sum of the layers' times
-            with the time of the model. False measures once, in about a third of the time; ``tune`` does this if it runs
-            plans, because the runs correct the costs. Default: True.
+            with the time of the model. False: measure once, in about a third of the time. ``tune`` passes False if it
+            runs plans, because the runs correct the costs. Default: True.
         cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
             profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no
             cache).
@@ -173,7 +174,7 @@ def profile(
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
-    """Return the loss as a module, or None if there is none. Raises InputError if only one argument is given."""
+    """Return the loss as a module, or None if both arguments are None. Raises InputError if only one is None."""
     if (loss_fn is None) != (target is None):
         raise InputError(
             f"loss_fn= and target= must be passed together; only {'target=' if loss_fn is None else 'loss_fn='} was "

@@ -1,6 +1,7 @@
 """Replica buffers: computes the memory that a stage needs to communicate with its replicas, and the bytes it sends.
 
-Replicas sum their gradients. If each replica updates only a part of the weights, they also exchange these parts.
+Replicas sum their gradients. If each replica updates only a part of the weights, the replicas also exchange the updated
+parts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ class StageReplicas:
 
     #: The parameters of each bucket.
     buckets: Sequence[Sequence[nn.Parameter]]
-    #: The parameters whose gradients are added after the run.
+    #: The parameters whose gradients replicas sum after the run of the program.
     late: Sequence[nn.Parameter]
     num_replicas: int
     #: The parts of the weights that each replica updates; None if every replica updates all weights.

@@ -1,8 +1,8 @@
 """Stage memory probe: measures the memory of each stage of a captured model by running the stage as a whole.
 
 A stage needs more memory than all its layers together, for four reasons. A view keeps its whole storage alive. A value
-that a later layer uses stays in memory until that layer runs. If several layers use a value, its gradients stay in
-memory until they are added. Variables of code between layers keep tensors alive.
+that a later layer uses stays in memory until that layer runs. If several layers use a value, the gradients of the value
+stay in memory until they are added. Variables of code between layers keep tensors alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -127,7 +127,10 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
 
 
 def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
-    """Return the stages' costs with the measured memory. ``loss`` is the memory of a separate loss, if any."""
+    """Return the stages' costs with the measured memory.
+
+    ``loss`` is the memory of a loss that is not a part of the model; None if there is no such loss.
+    """
     rows = []
     for index, part in enumerate(program.weights):
         memories = [stages[part].memory]
@@ -168,7 +171,7 @@ class _Alone:
         self._given = Payload.joined(arrived)
         self._step = StepData(0, 0, [])
         grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
-        stage.input_grad(0, *grads)  # the first backward determines how to split
+        stage.input_grad(0, *grads)  # the first backward determines how to split backward passes into I and W
         stage.weight_grad(0)
 
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
@@ -188,7 +191,7 @@ class _Alone:
         books = books_of(self._stage.device)
         with books.watching():
             given = self._given.map_tensors(Tensor.clone)
-            for _ in range(2):  # the first run determines whether the input is modified
+            for _ in range(2):  # the first run determines whether the stage modifies its input
                 held = books.bytes
                 books.mark()
                 self._forward(given, checkpointed=True)

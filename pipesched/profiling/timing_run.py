@@ -59,7 +59,7 @@ class Run:
     #: The output of the last measured layer.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
-    #: For each layer with a backward pass, the tensor from which it starts.
+    #: For each layer with a backward pass, the tensor at which the backward pass starts.
     roots: list[Tensor] = field(default_factory=list)
     #: The deferred weight gradients.
     products: list[list[Product]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Run:
 class TimingRun(nn.Module):
     """Measures several layers in one run, on copies of their weights.
 
-    ``caller`` holds the autocast settings for forwards.
+    ``caller`` contains the autocast settings for forwards.
     """
 
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
@@ -78,7 +78,8 @@ class TimingRun(nn.Module):
             Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
             for _ in range(3)
         ]
-        # Layers without work show the cost of recording times; not the last one, because the backward starts there.
+        # The time of a layer without work shows the cost of recording times. The last such layer is not used for this,
+        # because the backward starts there.
         self._blank = blanks[1]
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device = device
@@ -205,7 +206,7 @@ class TimingRun(nn.Module):
     def forget_graphs(self, layer: nn.Module) -> None:
         """Reset attributes that hold a graph of an earlier round, such as a recurrent state.
 
-        A model would reset such attributes before each forward.
+        In a training step, the model itself resets such attributes before each forward.
         """
         for module in layer.modules():
             before = self._attributes.get(module, {})
@@ -222,10 +223,10 @@ class TimingRun(nn.Module):
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
-                    edges = [edge_of(root) for root in run.roots]  # given tensors, torch would exit the dispatch mode
+                    edges = [edge_of(root) for root in run.roots]  # with tensors, torch would exit the dispatch mode
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
-        for turn in run.turns:  # a layer's backward ends when that of the previous layer begins
+        for turn in run.turns:  # a layer's backward ends when the backward of the layer before begins
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
@@ -235,7 +236,7 @@ class TimingRun(nn.Module):
 
 
 class _AddedLosses:
-    """Collects the losses that a layer passes to ``add_loss``. Their backward pass counts as part of the layer's."""
+    """Collects the losses that a layer passes to ``add_loss``. The layer's backward pass includes these losses."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -256,7 +257,7 @@ class _AddedLosses:
 
 
 class Clock:
-    """Measures times on a device, either with the clocks of this thread or with events on this thread's CUDA stream."""
+    """Measures times: on a CPU, wall time and the thread's processor time; on a GPU, events on the thread's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -302,7 +303,7 @@ class _Turn:
     def come(self) -> list[Tensor]:
         """Return new gradients for the layer's output.
 
-        Writing them leaves them in the CPU cache, as the backward of the next layer would in a step.
+        Writing the gradients leaves them in the CPU cache, as the backward of the next layer would do in a step.
         """
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]

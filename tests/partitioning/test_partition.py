@@ -170,7 +170,7 @@ def broken(change):
         (chain([1, [2], 3]), r"forward_s of layer 1 is \[2\]"),
         (
             chain([1e300, 2, 3]),
-            r"times of all layers must add up to less than \d+ s; they add up to 1e\+300 s; correct the unit",
+            r"times of all layers must add up to less than \d+ s; they add up to 1e\+300 s; pass the times",
         ),
     ],
 )

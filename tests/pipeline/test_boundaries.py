@@ -90,7 +90,7 @@ def test_what_pins_cost_is_told() -> None:
         ),
         ({"boundaries": {7: 1}}, r"there are 4 layers; got 7; pass a layer's position, starting at 0, or its name"),
         ({"boundaries": {"b": "1"}}, r"got stage '1' for layer 'b'; pass the number of the stage, such as \{'b': 1\}"),
-        ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; swap them"),
+        ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; swap the"),
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
         ({"boundaries": {"b": 3}}, r"the stage that it begins, a number from 0 to 2; 'b' is mapped to stage 3"),
         ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layer; choose a later stage"),

@@ -32,13 +32,13 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
 @pytest.mark.parametrize(
     ("boundaries", "match"),
     [
-        ([2, 1], r"boundaries must be in ascending order; got 1 \(layer 1\) after layer 2; sort them"),
+        ([2, 1], r"boundaries must be in ascending order; got 1 \(layer 1\) after layer 2; sort the boundaries"),
         (
             [2, 2],
-            r"boundaries must be in ascending order; got 2 \(layer 2\) after layer 2; sort them and remove duplicates",
+            r"boundaries must be in ascending order; got 2 \(layer 2\) after layer 2; sort .* and remove duplicates",
         ),
         (["3", "1"], r"boundaries must be in ascending order; got '1' \(layer 1\) after layer 3"),
-        ([4], r"from 1 to 3 for 4 layers; got 4; remove or move it"),
+        ([4], r"from 1 to 3 for 4 layers; got 4; remove or move this boundary"),
         ([0], r"other than stage 0 begins, from 1 to 3 for 4 layers; got 0; remove or"),
         ([-1], r"from 1 to 3 for 4 layers; got -1"),
         (["0"], r"other than stage 0 begins, .* got '0'"),

@@ -293,7 +293,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "stages",
             [["a", "b", "c"]],
-            r"the plan lists 1 stage, but its program cuts the model into 2 parts; correct one of them",
+            r"the plan lists 1 stage, but its program cuts the model into 2 parts; correct the stages",
         ),
         ("program", ["rank 0: 0F0"], r"no line 'microbatches'; add 'microbatches N'"),
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),

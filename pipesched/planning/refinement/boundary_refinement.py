@@ -1,7 +1,7 @@
 """Boundary refinement: moves stage boundaries while this shortens the simulated step.
 
 The partition with the smallest bottleneck does not always give the shortest step. A move shifts all boundaries between
-two stages by one layer, so that one of the two stages loses a layer and the other gains one.
+two stages by one layer, so that one of the two stages loses a layer and the other stage gains a layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +28,14 @@ def refined(
 ) -> StageLayers:
     """Move boundaries until no move shortens the step, and return the resulting stages.
 
-    Moves from slow stages to fast ones are tried first. The first move that shortens the step is made, and the search
+    Moves from slow stages to fast stages are tried first. The first move that shortens the step is made, and the search
     starts over.
 
     Args:
         stages: the stages to start from.
         pins: constraints that every partition must meet.
         seconds: the time of each layer.
-        step_s: a function that returns the step time in seconds for the given stages.
+        step_s: a function that returns the step time of stages in seconds.
         goes_on: a function that returns False if the search must stop.
 
     """

@@ -1,9 +1,9 @@
 """Order search: finds faster orders of actions for the best candidates, within the memory limits.
 
-For each placement, the schedule `searched` starts from the programs of the candidates with that placement. It considers
-stage times, the times of messages over idle links, and the memory that micro-batches need. Candidates with the orders
-that it finds are then evaluated like all others, including all overheads and the total memory of each rank. Only orders
-that are faster and within the limits are kept.
+For each placement, the schedule `searched` starts from the programs of the candidates with that placement. The schedule
+considers stage times, the times of messages over idle links, and the memory that micro-batches need. Candidates with
+the new orders are then evaluated like all other candidates, including all overheads and the total memory of each rank.
+Only orders that are faster and within the limits are kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +28,8 @@ from pipesched.simulation.simulator import simulate
 
 __all__ = ["OrderSearch", "as_searched", "is_searched"]
 
-#: A function that moves the boundaries of a candidate: (candidate, step time of given stages, whether to go on) -> the
-#: best stages.
+#: A function (candidate, step_s, goes_on) that moves the candidate's boundaries and returns the best stages.
+#: ``step_s(stages)`` returns the step time of stages, and ``goes_on()`` returns False if the search must stop.
 Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[], bool]], StageLayers]
 
 _NAME = "searched"
@@ -37,10 +37,10 @@ _NEAR = 1.4  # orders are searched only for cuts whose step is within this facto
 _PAIRS = 4  # maximum number of placements for which orders are searched
 _CUTS = 200  # if a placement has at most this many cuts, orders are searched for all of them
 _MOVED = 2  # maximum number of candidates with a searched order whose boundaries are moved
-_TRIES = 3  # maximum number of searches, each with a lower limit, until the total memory of all ranks is within limits
+_TRIES = 3  # maximum number of searches, each with a lower limit, until the total memory of each rank is within limits
 _STARTS = 8  # maximum number of programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
-_PER_OTHER = 0.08  # likewise, if all known programs exceed the limits
+_PER_OTHER = 0.08  # the same fraction for cuts for which all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
@@ -185,7 +185,7 @@ class OrderSearch:
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
-        """Return the largest of ``_SHARES`` for which a search costs at most ``effort``; None if there is none."""
+        """Return the largest of ``_SHARES`` for which a search costs at most ``effort``; None if all cost more."""
         within = min(effort, self._effort.left)
         return next((share for share in _SHARES if _cost(candidate, share) <= within), None)
 
@@ -231,7 +231,7 @@ def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:
 def _times(found: EvaluatedCandidate) -> Costs:
     """Return the costs of F, I, W and B for the search, including overheads and the recomputation before I or B.
 
-    Recomputed stages hold their inputs instead of their activations.
+    A recomputed stage keeps its inputs in memory instead of its activations.
     """
     costs = found.costs
     overheads = costs.overheads
@@ -256,8 +256,8 @@ def _times(found: EvaluatedCandidate) -> Costs:
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
     """Return the number of bytes that each rank can use for its micro-batches; None if there are no limits.
 
-    This is the limit minus the bytes that a rank holds for other purposes, such as weights and transients, at the
-    peak of the known program.
+    The number is the limit minus the bytes that the rank needs for other purposes, such as weights and transients, at
+    the peak of the known program.
     """
     if found.limit_bytes is None:
         return None

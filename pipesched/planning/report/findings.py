@@ -12,7 +12,7 @@ from pipesched.units import counted, quote_speed, quote_time
 
 __all__ = ["findings", "step_times"]
 
-_OTHERWISE = 0.001  # relative difference above which two predictions are regarded as different
+_OTHERWISE = 0.001  # two predictions are regarded as different if they differ by more than this fraction
 _BASELINES = {"equal split": "an equal split", "one device": "one device"}
 
 

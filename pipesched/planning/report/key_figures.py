@@ -17,7 +17,7 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
     Args:
         plan: the plan to report.
         predicted: the plan's predicted step.
-        comparison: the comparison of the predicted step with a measured one. None: no step has run.
+        comparison: the comparison of the predicted step with a measured step. None: no step has run.
 
     """
     if predicted is None:

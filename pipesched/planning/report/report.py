@@ -93,7 +93,7 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """The findings, one sentence each; the first one is about the step time."""
+        """The sentences of the report. The first sentence is about the step time."""
         return findings(self.plan, self.predicted, self.measured, self.comparison, self.notes)
 
     @property

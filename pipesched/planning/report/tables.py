@@ -18,7 +18,7 @@ from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
 
-_NOTABLE = 0.05  # prediction errors above this are marked
+_NOTABLE = 0.05  # relative prediction errors above this number are marked
 _TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
 _SHAPE = (
