@@ -65,7 +65,7 @@ def zero_bubble(
     """Write the orders with the shortest span that the heuristic finds, for one stage per rank.
 
     The span is the longest time that any rank takes from the start of its first action to the end of its last action.
-    If ``max_in_flight`` allows ZB-H1, it is also tried, so the result's span is at most that of ZB-H1.
+    If ``max_in_flight`` allows ZB-H1, ZB-H1 is also tried. The result's span is then at most that of ZB-H1.
 
     Args:
         shape: the ranks and micro-batches.
