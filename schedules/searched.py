@@ -25,9 +25,9 @@ def searched(
 ) -> list[Order]:
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
-    The search starts from list schedules and from all other schedules that fit, and improves the best of them by
-    simulated annealing. With at most 100 actions, it also runs a beam search. It stops once it proves that no order is
-    shorter. It may split backwards. If another schedule is as short, its order is used. The result is deterministic.
+    The search starts from list schedules and all other schedules that fit, and improves the best of them by simulated
+    annealing. With at most 100 actions, it also runs a beam search. It stops once it proves that no order is shorter.
+    It can split backwards. An equally short order of another schedule is preferred. The result is deterministic.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.

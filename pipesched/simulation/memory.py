@@ -254,7 +254,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 class _Gradients(NamedTuple):
     """The size in bytes of gradients, which are held from a stage's first backward to its update.
 
-    Without an update, they are held until the end of the step.
+    Without an update, the gradients are held until the end of the step.
 
     If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the sum of all
     gradients is first used.
@@ -278,7 +278,7 @@ class _Gradients(NamedTuple):
         change = np.zeros(len(columns), np.int64)
         first = np.zeros(len(columns), np.bool_)
         for kind, size in ((Kind.I, whole - deferred), (Kind.W, deferred)):
-            rows = np.flatnonzero(columns.are(Kind.B, kind))  # the first of them allocates the gradients
+            rows = np.flatnonzero(columns.are(Kind.B, kind))  # the first of these actions allocates the gradients
             firsts = rows[np.unique(number[rows] * len(size) + columns.stage[rows], return_index=True)[1]]
             change[firsts] += size[columns.stage[firsts]]
             first[firsts] = True
