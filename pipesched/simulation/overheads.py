@@ -31,9 +31,9 @@ class Overheads:
     #: Overhead of each action, in seconds.
     action_s: float = 0
     #: Additional time, in seconds, of an action that spends all its time waiting, for example for a device. The
-    #: action's thread must wake up, and its caches are cold. For other actions, this value is multiplied by the fraction
-    #: of their time that they spend waiting. Weight gradients (W) need no time to wake up, because they wait for no
-    #: message.
+    #: action's thread must wake up, and its caches are cold. For other actions, this value is multiplied by the
+    #: fraction of their time that they spend waiting. Weight gradients (W) need no time to wake up, because they wait
+    #: for no message.
     waking_s: float = 0
     #: Time to send a message to another rank, depending on the message's size. The rank cannot compute meanwhile.
     send: Link = field(default_factory=Link)
