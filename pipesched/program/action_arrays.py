@@ -46,7 +46,7 @@ class Columns:
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """Convert actions to columns. Raises ScheduleError for invalid values and numbers above 32 bits."""
+        """Convert actions to columns. Raises ScheduleError for invalid values and numbers that exceed 32 bits."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions

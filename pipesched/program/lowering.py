@@ -343,7 +343,7 @@ def add_gathers(
     rows = np.flatnonzero(columns.are(*WEIGHT_USES))
     firsts = rows[~columns.overlapping[rows]]  # one row for each action or overlapping pair
     turn = np.cumsum(~columns.overlapping[rows]) - 1  # the index in ``firsts`` of each use
-    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # on each use's rank
+    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # of each use's rank
     order = np.argsort(columns.stage[rows], kind="stable")[np.isin(np.sort(columns.stage[rows]), chosen)]
     stage = columns.stage[rows][order]
     turn = turn[order]

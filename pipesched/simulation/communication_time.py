@@ -6,7 +6,7 @@ from typing import NamedTuple
 __all__ = ["CommunicationTime"]
 
 _Interval = tuple[float, float]
-_SOON = 0.05  # an action has waited for a gather if it starts within this fraction of the gather's time from its end
+_SOON = 0.05  # the tolerance of `_is_awaited`, as a fraction of the gather's time
 
 
 class CommunicationTime(NamedTuple):

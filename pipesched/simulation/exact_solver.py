@@ -37,7 +37,7 @@ _ROUNDING = 1e-4  # a program this close to the bound counts as optimal, because
 class Solution:
     """The best program that the solver found, and a proven lower bound on the makespan."""
 
-    #: The program; None if the solver found none.
+    #: The best program; None if the solver found no program.
     program: Program | None
     #: The makespan of the program in seconds; None if there is no program.
     makespan_s: float | None

@@ -140,7 +140,7 @@ def rank_memory(
 def _after_run(
     own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
 ) -> RankMemory:
-    """Return the larger of a rank's memory peaks: during the run, and while replicas add gradients after the run."""
+    """Return a rank's memory at the larger of two peaks: during the run, and while replicas sum gradients afterwards."""
     stages = [stage for stage, home in enumerate(program.placement) if home == rank]
     late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
     if not late:
@@ -244,7 +244,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """Return the size in bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
+    """Return the bytes of buffer copies held around each action. Each checkpointed F keeps copies for its backward."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)

@@ -97,7 +97,7 @@ class Replication:
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
     def held(self, whole: ModelStates) -> ModelStates:
-        """Return the peak sizes of the model states that a replica holds. ``whole`` has a stage's undivided states."""
+        """Return the peak sizes of the model states that a replica holds. ``whole`` is a stage's undivided states."""
         part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
         return held_states(whole, part, zero=self.zero)
 

@@ -8,7 +8,7 @@ __all__ = ["eight_steps"]
 
 
 def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, count: int) -> Order:
-    """Write the order of one rank, in which forwards of one stage overlap with backwards of the other.
+    """Write the order of a rank with two stages: forwards of one stage overlap with backwards of the other stage.
 
     The eight steps are those of DeepSeek-V3 (arXiv:2412.19437) and its published code.
 

@@ -26,11 +26,11 @@ from pipesched.units import counted
 
 __all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
-_STEPS = 2_400_000  # steps of annealing at effort 1
-_LISTS = 600  # list schedules at effort 1
+_STEPS = 2_400_000  # the number of annealing steps at effort 1
+_LISTS = 600  # the number of list schedules at effort 1
 _FEW_LISTS = 16  # the minimum number of list schedules
 _LISTED = 160_000  # the maximum total number of actions of all list schedules, unless _FEW_LISTS schedules have more
-_CLIMBS = 700  # list schedules that rule search may write, at effort 1
+_CLIMBS = 700  # the maximum number of list schedules that rule search writes, at effort 1
 _FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its steps, and rule search is skipped
 _CLIMBED = 2_100_000  # the maximum total number of actions of the list schedules of rule search, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
@@ -102,7 +102,7 @@ def searched_orders(
     """
     if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
         raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
-    from pipesched.program.search.search import ROUNDS, search  # here, because it imports numba if that is installed
+    from pipesched.program.search.search import ROUNDS, search  # here, because the module imports numba
 
     of_each = _of_each_microbatch(shape, costs)
     resources = _resources(shape, of_each, limits)

@@ -292,7 +292,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the memory limit allows it. If memory is full, first run weight gradients to free some."""
+        """Run a forward if the memory limit allows it. If memory is full, run weight gradients first."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

@@ -148,7 +148,7 @@ def append(tables: Tables, progress: Progress, code: int) -> None:
 
 @compiled
 def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
-    """Return a lower bound on the makespan of all orders that begin like these, and the sum of the ranks' bounds.
+    """Return a lower bound on the makespan of all continuations, and the sum of the ranks' bounds.
 
     The bound assumes that each stage runs its micro-batches in ascending order, but that a rank can run actions of
     different stages at the same time. A rank's bound is the earliest start of its next action, plus the time of all its
