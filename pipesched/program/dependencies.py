@@ -214,7 +214,7 @@ class Index:
                     f"{shown(num_microbatches)} micro-batches, but only {counted(len(columns), 'action')}; "
                     f"correct the counts, or add the missing actions"
                 )
-        self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1; all invalid actions map to this slot
+        self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1, for all invalid actions
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)
         self._table[self.slots] = np.arange(len(columns))
         self._table[size] = -1

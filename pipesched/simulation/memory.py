@@ -140,7 +140,7 @@ def rank_memory(
 def _after_run(
     own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
 ) -> RankMemory:
-    """Return a rank's memory at the larger of two peaks: during the run, and while replicas sum gradients afterwards."""
+    """Return a rank's memory at the larger of two peaks: during the run, and while replicas sum gradients later."""
     stages = [stage for stage, home in enumerate(program.placement) if home == rank]
     late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
     if not late:
