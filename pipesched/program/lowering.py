@@ -147,7 +147,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
     and its backward. The rank frees nothing in this time, so recomputing the pair would not lower the peak. In 1F1B,
     this applies to all pairs of the last rank, and to the first pair of every other rank.
 
-    Options for named layers add no R, because such a layer is recomputed inside its stage's backward.
+    Options for named layers add no R. A recomputed layer runs its forward again inside its stage's backward.
 
     Args:
         program: the program.

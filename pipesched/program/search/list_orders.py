@@ -50,7 +50,7 @@ _GOLDEN = 0.618  # multiples of the golden ratio spread evenly
 #: 1/256 of the duration of the later action.
 #: DEPTH: which of several forwards comes first. 0: the one on the deepest stage; 1: the one on the shallowest stage; 2:
 #: the one of the oldest micro-batch.
-#: FUSED: the stages that run a B instead of I and W. 0: none; 1: the first stage; 2: every stage that owes no W.
+#: FUSED: the stages that run a B instead of I and W while they owe no W. 0: none; 1: the first stage; 2: every stage.
 #: FIRST_APART: the number of micro-batches at the start of the step that run I and W on every stage.
 #: LAST_APART: the number of micro-batches at the end of the step that run I and W on every stage.
 WINDOW, IN_TURN, FILLING, PATIENCE, DEPTH, FUSED, FIRST_APART, LAST_APART = range(8)
