@@ -39,7 +39,7 @@ def _registered() -> dict[str, Schedule]:
         if taken is not schedule:
             raise ScheduleError(
                 f"schedule names must be unique (case is ignored); {schedule.name!r} of "
-                f"{schedule.module} is already used by {taken.module}; rename one"
+                f"{schedule.module} is already used by {taken.module}; rename one of them"
             )
     return dict(sorted(_with_starts(registered).items()))
 

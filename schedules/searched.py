@@ -25,9 +25,9 @@ def searched(
 ) -> list[Order]:
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
-    The search starts from greedy orders and all schedules that fit, and improves the best order by simulated annealing.
-    For at most 100 actions, a beam search also runs. The search stops once it proves that no order is shorter. The
-    order may split backwards. The order of an equally short schedule takes precedence. The result is deterministic.
+    The search starts from greedy orders and all other schedules that fit, and improves the best orders by simulated
+    annealing. With at most 100 actions, a beam search also runs. The search stops once it proves that no order is
+    shorter. A backward may be split. Of equally short orders, a known schedule is used. Equal inputs give equal orders.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.

@@ -179,12 +179,21 @@ def _lower(problem: Problem) -> str:
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
     if problem.lower == even:
         return f"all work divided equally would take {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
-    members = problem.blocks.members[problem.heaviest]
-    layer = f"layer {layers.names[members[0]]}"
-    took = quote_time(layers.seconds(problem.lower))
-    if len(members) > 1:
-        return f"{layer} and {counted(len(members) - 1, 'layer')} that must be in the same stage take {took} together"
-    return f"{layer} alone takes {took}"
+    return _alone(problem, problem.heaviest, quote_time(layers.seconds(problem.lower)))
+
+
+def _named(problem: Problem, block: int) -> str:
+    """Return the name of a block's first layer, and the number of other layers in the block."""
+    members = problem.blocks.members[block]
+    first = f"layer {problem.blocks.layers.names[members[0]]}"
+    others = counted(len(members) - 1, "layer")
+    return first if len(members) == 1 else f"{first} and {others} that must be in the same stage"
+
+
+def _alone(problem: Problem, block: int, time: str) -> str:
+    """Return a text with the time of one block."""
+    alone = len(problem.blocks.members[block]) == 1
+    return f"{_named(problem, block)} {f'alone takes {time}' if alone else f'take {time} together'}"
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
@@ -194,20 +203,19 @@ def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
     """
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
-    names = costs.problem.blocks.layers.names
+    blocks = costs.found.order
     if end - begin < 2:
-        alone_s = seconds(costs.time(slot, begin, end))
-        yield f"layer {names[costs.layers(begin, end)[0]]} alone takes {quote_time(alone_s)}"
+        yield _alone(costs.problem, blocks[begin], quote_time(seconds(costs.time(slot, begin, end))))
         return
     if stage:
         other, first, _ = costs.stages[stage - 1]
         time = max(costs.time(other, first, begin + 1), costs.time(slot, begin + 1, end))
-        moved = names[costs.layers(begin, begin + 1)[0]]
+        moved = _named(costs.problem, blocks[begin])
         slower = f"the slower of the two stages take {quote_time(seconds(time))}"
-        yield f"moving layer {moved} to stage {stage - 1} would make {slower}"
+        yield f"moving {moved} to stage {stage - 1} would make {slower}"
     if stage + 1 < len(costs.stages):
         other, _, last = costs.stages[stage + 1]
         time = max(costs.time(other, end - 1, last), costs.time(slot, begin, end - 1))
-        moved = names[costs.layers(end - 1, end)[-1]]
+        moved = _named(costs.problem, blocks[end - 1])
         slower = f"the slower of the two stages take {quote_time(seconds(time))}"
-        yield f"moving layer {moved} to stage {stage + 1} would make {slower}"
+        yield f"moving {moved} to stage {stage + 1} would make {slower}"

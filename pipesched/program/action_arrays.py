@@ -25,8 +25,8 @@ _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
 #: The integer code of each kind of action, as used in `Columns.kind`.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
-#: The maximum number of table slots per action. A sparser table means that the number of stages or micro-batches is
-#: wrong, and the table might not fit in memory.
+#: The maximum number of slots per action in a lookup table over stages and micro-batches. A larger table might not fit
+#: in memory.
 MOST_SLOTS = 64
 _COMPUTES = np.array([KINDS[kind].lane is Lane.COMPUTE for kind in _KINDS])
 
@@ -36,22 +36,22 @@ class Columns:
     """A sequence of actions as arrays, one row per action."""
 
     stage: Ints
-    #: Codes of kinds, see `CODES`.
+    #: The code of each action's kind (see `CODES`).
     kind: Ints
     microbatch: Ints
-    #: The other stage of a transfer; -1 for other actions.
+    #: For a transfer, the stage at the other end; -1 for all other actions.
     peer: Ints
-    #: Whether the action overlaps with the action in the next row: both start together.
+    #: Whether the action overlaps with the action in the next row. Overlapping actions start and end together.
     joined: Mask
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """Convert actions to columns. Raises ScheduleError for invalid values and for numbers beyond 32 bits."""
+        """Convert actions to columns. Raises ScheduleError for invalid values and numbers that exceed 32 bits."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
             ]
-            table = np.array(rows or np.zeros((0, 4), np.int64))  # no dtype=, because it would truncate fractions
+            table = np.array(rows or np.zeros((0, 4), np.int64))  # without dtype=, which would truncate fractions
         except ScheduleError:
             raise
         except (KeyError, OverflowError, ValueError, TypeError) as error:
@@ -68,7 +68,7 @@ class Columns:
 
     @classmethod
     def numbered(cls, stage: Ints, kind: Ints, microbatch: Ints, peer: Ints | int = -1) -> "Columns":
-        """Build columns of actions that do not overlap. ``kind`` contains the codes of the kinds (see `CODES`)."""
+        """Build columns of actions that do not overlap. ``kind`` contains the code of each action's kind."""
         peers = np.full(len(stage), peer, np.int32) if isinstance(peer, int) else peer.astype(np.int32)
         return cls(
             stage.astype(np.int32),
@@ -130,7 +130,7 @@ class Columns:
         pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
         if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
             return pair
-        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # without gaps, so tables are small
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # consecutive integers keep tables small
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":
@@ -143,8 +143,8 @@ class Columns:
 class Orders(Sequence[tuple[Action, ...]]):
     """The orders of all ranks: a sequence with one tuple of actions per rank, stored as columns, rank after rank.
 
-    The actions of rank r are in the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` object compares equal to
-    a tuple or list of the same tuples of actions.
+    The actions of rank r are in the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` object is equal to a
+    tuple or list that contains the same tuples of actions.
     """
 
     __slots__ = ("_shown", "columns", "offsets")
@@ -195,7 +195,7 @@ class Orders(Sequence[tuple[Action, ...]]):
     def where(self, rows: Mask) -> "Orders":
         """Return only the rows that a mask selects.
 
-        If the mask drops one of two overlapping actions, the other no longer overlaps.
+        If the mask drops one of two overlapping actions, the remaining action no longer overlaps.
         """
         kept = np.concatenate([[0], np.cumsum(rows)])
         columns = self.columns[rows]

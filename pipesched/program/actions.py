@@ -1,8 +1,8 @@
 """Actions: the steps of a rank's order, such as a forward or a send, and the table of their kinds.
 
-Programs, errors, traces and pictures use one text form of actions. ``2F0`` is the forward of stage 2 for micro-batch 0.
-``0SEND_F3>1`` sends the output of stage 0 for micro-batch 3 to stage 1, and ``1RECV_F3<0`` receives it there.
-``Action.parse`` is the inverse of ``str``.
+Programs, errors, traces and pictures write actions in the same text form. ``2F0`` is the forward of stage 2 for
+micro-batch 0. ``0SEND_F3>1`` sends the output of stage 0 for micro-batch 3 to stage 1, and ``1RECV_F3<0`` receives it
+there. ``Action.parse`` is the inverse of ``str``.
 """
 
 import re
@@ -20,7 +20,7 @@ class Lane(StrEnum):
 
     COMPUTE = "compute"
     COPY = "copy"
-    COLLECTIVE = "collective"  # one collective after the other, in the order of the rank's actions
+    COLLECTIVE = "collective"  # a rank runs its collectives one at a time, in the order of its actions
 
 
 class Kind(StrEnum):
@@ -31,8 +31,8 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
-    NORM = "NORM"  # compute the norms of a stage's gradients; the UPDATEs of all stages with the same number need them
-    UPDATE = "UPDATE"  # an optimizer step on a stage's weights; its number, counted from 0, replaces the micro-batch
+    NORM = "NORM"  # compute the norms of a stage's gradients; each UPDATE with this number, on any stage, needs them
+    UPDATE = "UPDATE"  # an optimizer step on a stage's weights; has a number, counted from 0, instead of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer
     SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
@@ -40,9 +40,9 @@ class Kind(StrEnum):
     OFFLOAD = "OFFLOAD"  # start copying activations to the host
     FREE = "FREE"  # wait for the end of the copy, then free the activations on the device
     FETCH = "FETCH"  # start copying the activations back to the device
-    REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; its number replaces the micro-batch
-    UNSHARD = "UNSHARD"  # gather a stage's weights, which are split across replicas; numbered from 0 in each step
-    RESHARD = "RESHARD"  # free the weights that the UNSHARD of this number gathered
+    REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; has a bucket instead of a micro-batch
+    UNSHARD = "UNSHARD"  # gather a stage's weights, which replicas split; has a number instead of a micro-batch
+    RESHARD = "RESHARD"  # free the weights that the UNSHARD with the same number gathered
 
 
 class Holding(StrEnum):
@@ -58,7 +58,7 @@ class Holding(StrEnum):
 
 
 class _KindRow(NamedTuple):
-    """The properties of a kind of action: lane, memory taken at the start, and memory freed at the end of an action."""
+    """The properties of a kind of action: its lane, the memory taken at its start, and the memory freed at its end."""
 
     lane: Lane
     takes: Holding | None = None
@@ -106,7 +106,7 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """An operation of one stage on one micro-batch. ``peer`` is the other stage of a transfer, otherwise None.
+    """An operation of one stage on one micro-batch. For a transfer, ``peer`` is the stage at the other end, else None.
 
     In place of a micro-batch, UPDATE and NORM have the number of the update, REDUCE the number of the bucket, and
     UNSHARD and RESHARD the number of the gather.

@@ -19,8 +19,9 @@ __all__ = [
 
 #: An option for whole stages: which micro-batches are recomputed (R) before their backward.
 CheckpointMode = Literal["never", "always", "except_last"]
-#: An option for one layer. "recompute" runs its forward again during its backward. "recompute-cheap" does the same, but
-#: keeps the results of matrix products and attention. "offload" moves its saved tensors to the host until the backward.
+#: An option for one layer. "recompute" runs the layer's forward again during its backward. "recompute-cheap" does the
+#: same, but keeps the results of matrix products and attention. "offload" moves the layer's saved tensors to the host
+#: until the backward.
 LayerCheckpoint = Literal["recompute", "recompute-cheap", "offload"]
 #: One mode for all stages, or an option for each named layer; other layers keep their activations.
 Checkpoint = CheckpointMode | Mapping[str, LayerCheckpoint]

@@ -1,8 +1,8 @@
 """Dependencies: defines which actions must have ended before an action starts.
 
-``NEEDS`` is the single definition of these rules. ``needs`` applies it to one action, for error messages;
-``requirements`` applies it to all actions at once. The validator, the lowering passes, the simulator and the executors
-use these rules.
+``NEEDS`` is the single definition of these rules. ``needs`` applies the rules to one action, for error messages;
+``requirements`` applies them to all actions at once. The validator, the lowering passes, the simulator and the
+executors use these rules.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -24,8 +24,8 @@ __all__ = ["BACKWARDS", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", 
 
 #: The kinds that yield the gradient of a stage's input.
 BACKWARDS = (Kind.B, Kind.I)
-#: The kinds that use the full (unsharded) weights of their stage. W is one of them: the W of a convolution reads the
-#: weights, every W accumulates gradients in their full shape, and hooks that run during a W see the full Parameter.
+#: The kinds that use the full (unsharded) weights of their stage. W is included for three reasons: the W of a
+#: convolution reads the weights, every W accumulates full gradients, and hooks during a W see the full Parameter.
 WEIGHT_USES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
 
 
@@ -81,7 +81,7 @@ class _At(Enum):
     Three members have a special meaning:
 
     - EVERY: the action needs an action of every stage, but only if its own stage has an action of the needed kind.
-    - NUMBERED: the action needs all actions of the kind on its stage, such as the REDUCEs of all buckets.
+    - NUMBERED: the action needs all actions of the needed kind on its stage, such as the REDUCEs of all buckets.
     - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD equals the count
       of the stage's RESHARDs before the action.
     """
@@ -137,8 +137,8 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     """Yield the actions that must have ended before ``action`` starts.
 
     A dependency may have alternatives, such as I and B. The first alternative in ``present`` (the program's actions) is
-    yielded; if there is none, the last alternative is yielded. The UNSHARD that ``action`` needs depends on the order
-    of the actions, so it is yielded only if ``present`` is an Index.
+    yielded; if ``present`` contains none of them, the last alternative is yielded. The UNSHARD that ``action`` needs
+    depends on the order of the actions, so it is yielded only if ``present`` is an Index.
     """
     for need in NEEDS.get(action.kind, ()):
         if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:
@@ -196,7 +196,7 @@ class Index:
         self._num_stages = len(graph.producers)
         self._num_microbatches = num_microbatches
         self._bases = np.full(NUM_KINDS, -1, np.int64)
-        #: For each kind, the number of slots of a stage or an edge.
+        #: For each kind, the number of slots per stage or per edge.
         self._widths = np.full(NUM_KINDS, max(0, num_microbatches), np.int64)
         counts = np.bincount(columns.kind, minlength=NUM_KINDS)
         for kind in NUMBERED:
@@ -214,7 +214,7 @@ class Index:
                     f"{shown(num_microbatches)} micro-batches, but only {counted(len(columns), 'action')}; "
                     f"correct the counts, or add the missing actions"
                 )
-        self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1; all invalid actions map to it
+        self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1, for all invalid actions
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)
         self._table[self.slots] = np.arange(len(columns))
         self._table[size] = -1

@@ -1,11 +1,11 @@
-"""Gathers: the UNSHARD and RESHARD actions for weights that are split across replicas, and the rules for them.
+"""Gathers: the UNSHARD and RESHARD actions for weights that are split across replicas, and the rules for these actions.
 
 Each replica runs the same program and holds its own shard of every weight. An UNSHARD gathers the full weights of a
-stage from the ranks that run the same order in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share
-one lane: a rank runs them one after the other, in the order of the program, and computes in the meantime. All ranks
-that take part in a collective have the same order, so they start their collectives in the same order. A collective
-waits only for the same action in other replicas, which run the same program. So if replicas waited for each other in a
-cycle, the program itself would contain a cycle, and validation would reject it.
+stage from the ranks that run the same order in the other replicas. A RESHARD frees the gathered weights. UNSHARDs and
+REDUCEs share one lane: a rank runs them one after the other, in program order, while it computes. All ranks that take
+part in a collective have the same order, so they start their collectives in the same order. A collective waits only for
+the same action in other replicas, which run the same program. So if replicas waited for each other in a cycle, the
+program itself would contain a cycle, and validation would reject it.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ __all__ = ["check_collectives", "check_gathers", "first_uses"]
 
 
 def first_uses(program: Program) -> frozenset[int]:
-    """Return the rows of the actions that wait for gathers.
+    """Return, for each UNSHARD, the row of the first action that uses the gathered weights.
 
-    For each UNSHARD, this is the row of the first action that uses the gathered weights, if there is such an action.
+    This action waits for the gather. An UNSHARD whose weights no action uses has no row in the result.
     """
     if not program.has_gathers:
         return frozenset()
@@ -53,7 +53,7 @@ def check_gathers(program: Program) -> None:
     rows = np.flatnonzero(columns.are(Kind.UNSHARD, Kind.RESHARD))
     rows = rows[np.argsort(columns.stage[rows], kind="stable")]
     stage = columns.stage[rows]
-    turn = np.arange(len(rows)) - np.searchsorted(stage, stage)  # the position among the stage's gathers and frees
+    turn = np.arange(len(rows)) - np.searchsorted(stage, stage)  # the index among the stage's UNSHARDs and RESHARDs
     kind = np.where(turn % 2, CODES[Kind.RESHARD], CODES[Kind.UNSHARD])
     wrong = (columns.kind[rows] != kind) | (columns.microbatch[rows] != turn // 2)
     for at in np.flatnonzero(wrong)[:1].tolist():
@@ -62,7 +62,7 @@ def check_gathers(program: Program) -> None:
     last = np.append(stage[1:] != stage[:-1], True)
     for at in np.flatnonzero(last & (turn % 2 == 0))[:1].tolist():
         due = Action(int(stage[at]), Kind.RESHARD, int(turn[at]) // 2)
-        raise _misplaced(program, int(rows[at]), f"has no {due}. Add it after the last action that uses the weights")
+        raise _misplaced(program, int(rows[at]), f"has no {due}. Add {due} after the last action that uses the weights")
     _check_updated_once(program)
 
 

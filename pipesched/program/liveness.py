@@ -1,4 +1,4 @@
-"""Liveness: the memory that a rank holds while each of its actions runs. Only the order matters, not the timing."""
+"""Liveness: the memory that a rank holds while each of its actions runs, computed from the order of its actions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -72,14 +72,14 @@ def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
 
 
 def peaks_of_stages(columns: Columns) -> Ints:
-    """Return each stage's peak number of micro-batches in flight. ``columns`` has the orders of all ranks."""
+    """Return each stage's peak number of micro-batches in flight. ``columns`` contains the orders of all ranks."""
     by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with no micro-batch in flight
     begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
     return np.maximum.reduceat(pairs_held(by_stage).during, begins)
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """Return a limit for each rank; a single number is repeated. Raises ScheduleError if a limit is not an integer."""
+    """Return a limit for each rank; a single number applies to every rank. Raises ScheduleError for non-integers."""
     limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:

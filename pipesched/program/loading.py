@@ -107,7 +107,7 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
                 raise ScheduleError(
                     f"row {row}, column {column}: a stage must be on one rank, and each row is a rank; {action} "
                     f"belongs to stage {action.stage}, as does the action in row {other_row}, column {other_column}; "
-                    f"move one of them"
+                    f"write all actions of this stage into one row"
                 )
     if not first:
         raise ScheduleError(
@@ -117,7 +117,8 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
     if missing is not None:
         rank, row, column = first[max(first)]
         raise ScheduleError(
-            f"row {row}, column {column}: stages must be numbered from 0 without a gap; this is stage {max(first)}, "
-            f"but no row has stage {missing}; add the actions of stage {missing}, or renumber the stages"
+            f"row {row}, column {column}: stages must be numbered from 0 without a gap; this action belongs to stage "
+            f"{max(first)}, but no action belongs to stage {missing}; add the actions of stage {missing}, or renumber "
+            f"the stages"
         )
     return tuple(first[stage][0] for stage in range(len(first)))

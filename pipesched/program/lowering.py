@@ -70,7 +70,7 @@ def _add_communication(program: Program) -> Program:
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-#: Maps the code of each send to that of its receive and vice versa (SEND_F to RECV_F); other kinds map to themselves.
+#: For each code of a send or receive, the code of the matching receive or send; for any other code, the code itself.
 _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
@@ -143,13 +143,15 @@ def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Ord
 def add_recompute(program: Program, mode: Checkpoint) -> Program:
     """Insert an R just before the backward of each checkpointed forward.
 
+    "except_last" adds no R for a (stage, micro-batch) pair if its rank runs no other B, I, W or R between the pair's F
+    and its backward. The rank frees nothing in this time, so recomputing the pair would not lower the peak. In 1F1B,
+    this applies to all pairs of the last rank, and to the first pair of every other rank.
+
+    Options for named layers add no R. A recomputed layer runs its forward again inside its stage's backward.
+
     Args:
         program: the program.
-        mode: "never", "always", "except_last", or options for named layers. Options for named layers add no R, because
-            such layers are recomputed during their backward. "except_last" skips (stage, micro-batch) pairs with no
-            other B, I, W or R between their F and their backward: nothing is freed in between, so recomputing them
-            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of each of the
-            other ranks.
+        mode: "never", "always", "except_last", or options for named layers.
 
     Returns:
         The program with an R for each recomputed pair.
@@ -173,7 +175,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
 
 def _next_back(program: Program) -> Mask:
-    """Return a mask of the actions B and I that have no other B, I, W or R between them and their forward."""
+    """Return a mask of each B and I whose rank runs no other B, I, W or R between the forward and this action."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
@@ -310,18 +312,20 @@ def add_gathers(
     The RESHARD directly follows the last use of the weights, before the REDUCEs of the stage. The full weights are
     therefore freed before the REDUCEs make their copies, so the memory peak is lower.
 
+    With ``keep=True``, each stage gathers its weights once, before its first forward, and keeps them until its last
+    backward. With ``keep=False``, a stage frees its weights whenever more than ``prefetch`` actions of other stages of
+    its rank follow, and gathers them again later. A rank with a single stage still gathers only once, because freeing
+    the weights would not lower its peak.
+
     A program is returned unchanged if it already has UNSHARDs, or if several stages hold the same weights (chimera,
     dualpipe).
 
     Args:
         program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. You
             can call `add_recompute` and `lower` before or after this function.
-        keep: if True, each stage gathers its weights once, before its first forward, and keeps them until its last
-            backward. If False, a stage frees its weights whenever more than ``prefetch`` actions of other stages of its
-            rank follow, and gathers them again later. A rank with a single stage still gathers only once, because
-            freeing the weights would not lower its peak. Default: True.
+        keep: whether a stage keeps its gathered weights from its first to its last use. Default: True.
         prefetch: the number of compute actions between an UNSHARD and the first use of its weights. The rank can run
-            them during the gather. Two overlapping actions count as one. Default: 1.
+            these actions during the gather. Two overlapping actions count as one. Default: 1.
         stages: the stages whose weights are gathered. Default: all stages.
 
     Returns:
@@ -339,7 +343,7 @@ def add_gathers(
     rows = np.flatnonzero(columns.are(*WEIGHT_USES))
     firsts = rows[~columns.overlapping[rows]]  # one row for each action or overlapping pair
     turn = np.cumsum(~columns.overlapping[rows]) - 1  # the index in ``firsts`` of each use
-    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # on each use's rank
+    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # of each use's rank
     order = np.argsort(columns.stage[rows], kind="stable")[np.isin(np.sort(columns.stage[rows]), chosen)]
     stage = columns.stage[rows][order]
     turn = turn[order]
@@ -395,7 +399,7 @@ def _bucket_counts(buckets: int | Sequence[int], num_stages: int) -> Ints:
 def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
     """Return the stages with actions of these kinds, and the row of each stage's last such action.
 
-    If that action overlaps with the next one, the row is that of the next one.
+    If this action overlaps with the next action, the row is that of the next action.
     """
     rows = np.flatnonzero(columns.are(*kinds))
     stages, last = np.unique(columns.stage[rows][::-1], return_index=True)
@@ -404,10 +408,11 @@ def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Return a program without updates in which each rank runs all its F, then all its B.
+    """Return a program without updates in which each rank runs all its forwards (F), then all its backwards (B).
 
-    The F of a rank keep their order, and so do its B. The result is GPipe with the same placement. If the given program
-    is valid, so is the result: removing actions and moving forwards to the front adds no dependency cycle.
+    The forwards of a rank keep their order, and so do its backwards. The result is GPipe with the same placement. If
+    the given program is valid, so is the result: removing actions and moving forwards to the front adds no dependency
+    cycle.
     """
     columns = program.columns
     backward = columns.are(*BACKWARDS)

@@ -86,7 +86,7 @@ class Shape:
     def interleaved(self, rank: int) -> tuple[list[int], list[int]]:
         """Return the order of a rank's chunks in interleaved 1F1B (Megatron-LM, Narayanan et al. 2021).
 
-        Micro-batches run group by group (see `groups`). In a group, forward passes run chunk by chunk, and backward
+        Micro-batches run group by group (see `groups`). Within a group, forward passes run chunk by chunk, and backward
         passes run from the last chunk to the first.
 
         Returns:
@@ -344,7 +344,7 @@ class Schedule:
             options: values of the schedule's options for this program, such as ``chunks_per_rank=4``.
 
         Returns:
-            The program, without communication; `lower` adds it.
+            The program, without communication; `lower` adds the communication.
 
         Raises:
             ScheduleError: a count is below 1, an option is unknown, or the schedule does not support these counts.
@@ -399,7 +399,7 @@ class Schedule:
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _placed(self, num_ranks: int) -> Placement:
-        """Return the rank of each stage. Raises ScheduleError if the option ``placement`` is not for ``num_ranks``."""
+        """Return the rank of each stage. Raises ScheduleError if ``placement`` needs another number of ranks."""
         fixed = self.fixed_placement
         if fixed is None:
             return self.placement(num_ranks, self.chunks_per_rank * self.num_chains)

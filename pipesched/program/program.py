@@ -36,7 +36,7 @@ class Program:
     """Every rank's order of actions: the object that is validated, simulated, drawn and executed.
 
     A schedule builds programs. ``repr`` shows the orders as a grid, shortened if they are long; ``str`` is the whole
-    text form, and `Program.parse` reads it back:
+    text form, and `Program.parse` reads this text:
 
         >>> pipesched.schedules.get("1f1b").program(num_ranks=2, num_microbatches=4)
         Program '1f1b': 2 ranks, 2 stages, 4 micro-batches
@@ -208,9 +208,9 @@ class Program:
 
     @cached_property
     def messages(self) -> Ints:
-        """The positions in `requirements` of the dependencies that require a message between stages.
+        """The positions in `requirements` of the dependencies for which one stage sends a message to another.
 
-        These are the ``crossing`` dependencies, except the dependencies on norms, because all ranks exchange norms.
+        These are the ``crossing`` dependencies, except those of UPDATEs on norms, which ranks exchange in another way.
         """
         return self.crossing[~self.columns.are(Kind.UPDATE)[self.requirements.row[self.crossing]]]
 

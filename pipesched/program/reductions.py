@@ -2,9 +2,9 @@
 
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
 all replicas. A rank runs its REDUCEs and its gathers of weights (`program.gathers`) one after the other, in program
-order, and computes in the meantime. All ranks that take part in a REDUCE have the same order, so they start their
-collectives in the same order. A REDUCE does not wait for any other rank of its own replica. REDUCEs therefore add no
-cycle to a program, and cannot cause a deadlock.
+order, while it computes. All ranks that take part in a REDUCE have the same order, so they start their collectives in
+the same order. A REDUCE does not wait for any other rank of its own replica. REDUCEs therefore add no cycle to a
+program, and cannot cause a deadlock.
 """
 
 import numpy as np
@@ -26,12 +26,12 @@ def last_gradients(program: Program) -> Ints:
 
 
 def early_stages(program: Program) -> frozenset[int]:
-    """Return the stages that start each REDUCE during their last backward, as soon as its bucket is complete.
+    """Return the stages that start each REDUCE during their last backward, as soon as the REDUCE's bucket is complete.
 
-    Such a stage has no producer, its last gradient is a B that does not overlap with an F, and its rank computes
-    nothing between this B and the REDUCEs. If the REDUCEs started only after the B, the rank would have nothing to
-    compute while they run. The REDUCEs of all other stages start at their positions in the order, and run during later
-    backwards.
+    Such a stage meets three conditions: it has no producer; its last gradient is a B that does not overlap with an F;
+    and its rank computes nothing between this B and the stage's last REDUCE. If the REDUCEs started only after the B,
+    the rank would have nothing to compute while they run. The REDUCEs of all other stages start at their positions in
+    the order, and run during later backwards.
     """
     firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
     columns = program.columns
@@ -73,13 +73,12 @@ def check_reductions(program: Program) -> None:
         )
     own = rows[np.argsort(columns.stage[rows], kind="stable")]
     stage = columns.stage[own]
-    descents = own[1:][(stage[1:] == stage[:-1]) & (columns.microbatch[own][1:] < columns.microbatch[own][:-1])]
-    for row in descents[:1].tolist():
-        action = columns.action(row)
-        following = Action(action.stage, Kind.REDUCE, action.microbatch + 1)
+    falls = (stage[1:] == stage[:-1]) & (columns.microbatch[own][1:] < columns.microbatch[own][:-1])
+    for before, row in zip(own[:-1][falls][:1].tolist(), own[1:][falls][:1].tolist(), strict=True):
+        action, earlier = columns.action(row), columns.action(before)
         raise ScheduleError(
             f"{_place(program, row)}: the buckets of a stage must be reduced in ascending order; {action} comes after "
-            f"{following}, at position {program.place(following)[1]}. Move {action} before it.\n"
+            f"{earlier}, at position {program.place(earlier)[1]}. Move {action} before {earlier}.\n"
             + marked_grid(program, dict([program.orders.place(row)]))
         )
     _check_updated_once(program)

@@ -17,8 +17,8 @@ from pipesched.program.dependencies import StageGraph
 __all__ = ["order_words", "parse_program", "table_lines"]
 
 _LINES = (
-    "a line must be 'name NAME', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', 'slices N', "
-    "'route STAGE... : MICROBATCH...', 'versions STAGE : VERSION...', 'forward-only' or 'rank R: ...'"
+    "a line must be 'name NAME', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights INDEX...', "
+    "'slices N', 'route STAGE... : MICROBATCH...', 'versions STAGE : VERSION...', 'forward-only' or 'rank R: ...'"
 )
 
 
@@ -151,11 +151,13 @@ def _complete(read: _Read) -> dict[str, Any]:
     header = read.header
     if "num_microbatches" not in header:
         raise ScheduleError(
-            "a program's text must state the number of micro-batches; it has no line 'microbatches'; add "
+            "a program's text must state the number of micro-batches; the text has no line 'microbatches'; add "
             "'microbatches N'"
         )
     if not read.ranks:
-        raise ScheduleError("a program must have at least one rank; there is none; add 'rank 0: 0F0 0B0'")
+        raise ScheduleError(
+            "a program must have at least one rank; the text has no line 'rank 0: ...'; add 'rank 0: 0F0 0B0'"
+        )
     header["orders"] = Orders.of_ranks(read.ranks)
     placement = header.setdefault("placement", tuple(range(len(read.ranks))))
     for name, table, count in (

@@ -1,4 +1,4 @@
-"""Traversal: runs a program on a virtual clock, with given durations or with durations of 0.
+"""Traversal: runs a program on a virtual clock. The caller passes the durations of the actions; by default, all are 0.
 
 Every rank runs its order until an action must wait for another rank, and continues when the wait ends. If some actions
 never run, the program has a deadlock.
@@ -27,7 +27,7 @@ class Timing(NamedTuple):
     seconds: Times
     #: For each of the program's requirements, the time from the end of the needed action to the arrival of its result.
     lags: Times
-    #: The number of the link that each action occupies; -1 if it occupies none. None if no action occupies a link.
+    #: For each action, the number of the link that it occupies, or -1. None if no action occupies a link.
     links: Ints | None = None
     #: Row -> the seconds by which an action may start before the previous action of its rank ends, if its link is free.
     leads: Mapping[int, Any] = MappingProxyType({})
@@ -55,7 +55,7 @@ class _Waits(NamedTuple):
     others: dict[int, list[tuple[int, Any]]]
 
 
-# The ways in which `walk` treats an action, stored as one byte per action.
+# How `walk` treats an action, stored as one byte per action.
 _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 
 

@@ -55,7 +55,7 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
 
 
 def check_order(program: Program) -> None:
-    """Check all rules except those on deadlock, memory and exactness, which require traversing the program."""
+    """Check all rules except those on deadlock, memory and exactness."""
     check_places(program)
     check_routes(program)
     check_complete(program)
@@ -98,8 +98,8 @@ def check_places(program: Program) -> None:
             )
     if set(program.weights) != set(range(program.num_weights)):
         raise ScheduleError(
-            f"weight copies must be numbered from 0 without a gap; the stages have the "
-            f"copies {', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
+            f"sets of weights must be numbered from 0 without a gap; the stages use the "
+            f"sets {', '.join(map(str, program.weights[:_SHOWN]))}; renumber the sets"
         )
     columns = program.columns
     stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
@@ -349,7 +349,7 @@ def _check_transferred(program: Program) -> None:
     computes = program.columns.compute
     row, needed = program.requirements
     bare = (rank_of[row] != rank_of[needed]) & computes[row] & computes[needed]
-    bare &= ~program.columns.are(Kind.UPDATE)[row]  # ranks exchange norms themselves, not by messages between stages
+    bare &= ~program.columns.are(Kind.UPDATE)[row]  # ranks exchange norms without messages between stages
     if bare.any():
         first = int(row[bare].min())
         giver = int(needed[bare][row[bare] == first].min())
@@ -392,9 +392,9 @@ def _check_channels(program: Program, send: Kind) -> None:
         at = int(np.argmax(due != by_place))
         early, first = (columns.action(int(rows[at])) for rows in (by_place, due))
         raise ScheduleError(
-            f"{_place(program, int(by_place[at]))}: {early} is received before {first}, which rank "
-            f"{int(channel[swapped[0]]) // program.num_ranks} sends first; a channel is first in, first out. "
-            f"Receive {first} first." + _grid(program, int(by_place[at]))
+            f"{_place(program, int(by_place[at]))}: {early} comes before {first}, but rank "
+            f"{int(channel[swapped[0]]) // program.num_ranks} sends the message of {first} first; a channel is first "
+            f"in, first out. Move {first} before {early}." + _grid(program, int(by_place[at]))
         )
 
 
@@ -406,7 +406,7 @@ def check_deadlock(program: Program) -> None:
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """Return a deadlock error that shows the waiting ranks. ``reached``: the number of actions that each rank ran."""
+    """Return an error that shows the waiting ranks. ``reached`` is the number of actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):
@@ -470,7 +470,7 @@ def check_exact(program: Program) -> None:
     if program.num_weights < program.num_stages:
         raise ScheduleError(
             f"every stage of an exact program must have its own weights; here {counted(program.num_stages, 'stage')} "
-            f"share {counted(program.num_weights, 'weight copy')}, so the gradients of a copy are summed within each "
+            f"share {counted(program.num_weights, 'set')} of weights, so the gradients of a set are summed within each "
             f"stage and then over stages, which rounds differently; validate without exact=True"
         )
     if program.slices_per_microbatch > 1:
@@ -483,7 +483,8 @@ def check_exact(program: Program) -> None:
     if descent is not None:
         rank, position, action = descent
         raise ScheduleError(
-            f"rank {rank}, position {position}: an exact program must run each stage's F, and its B or W, in ascending "
-            f"micro-batch order; {action} comes after a later micro-batch. Move it, or validate without exact=True: "
+            f"rank {rank}, position {position}: an exact program must run the forwards, the input gradients and the "
+            f"weight gradients of each stage in ascending micro-batch order; {action} comes after a later micro-batch. "
+            f"Move {action}, or validate without exact=True: "
             f"results then agree only up to rounding.\n" + marked_grid(program, {rank: position})
         )

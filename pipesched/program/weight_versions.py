@@ -105,7 +105,7 @@ def check_versions(program: Program) -> None:
     if program.num_weights < program.num_stages:
         raise ScheduleError(
             f"an UPDATE may only change the weights of one stage; this program has "
-            f"{counted(program.num_stages, 'stage')} but {counted(program.num_weights, 'weight copy')}; remove the "
+            f"{counted(program.num_stages, 'stage')} but {counted(program.num_weights, 'set')} of weights; remove the "
             f"UPDATEs, and update the shared weights after the step"
         )
     models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}

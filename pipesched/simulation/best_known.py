@@ -22,7 +22,7 @@ def best_known(
     *,
     names: Sequence[str] | None = None,
 ) -> Program | None:
-    """Return the fastest program of any schedule for this placement and these limits, or None if there is none.
+    """Return the fastest program of any schedule for this placement and these limits, or None if no schedule fits.
 
     Compares only exact programs (`Program.exact`) that run a chain of stages and have no updates.
 
@@ -64,7 +64,7 @@ def _programs(
         options = {name: value for name, value in given.items() if name in schedule.options}
         try:
             program = schedule.program(num_ranks, num_microbatches, **options)
-        except ScheduleError:  # the schedule does not have this shape
+        except ScheduleError:  # the schedule does not support these arguments
             continue
         if program.placement == placement and program.is_chain and program.exact and not program.has_updates:
             yield program

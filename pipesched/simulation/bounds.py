@@ -1,10 +1,10 @@
-"""Bounds: step times that no schedule can beat. They show how far a schedule is from the optimum.
+"""Bounds: lower bounds on the step time of any schedule, which limit how far a schedule can be from the optimum.
 
 Three bounds are computed for every rank. They generalise relaxations used in zero-bubble scheduling (Qi et al. 2023,
 arXiv:2401.10241) to any placement:
 
 - One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
-- In turns: if a stage can hold n micro-batches, forward number n + 1 waits until one of the first n is released.
+- In turns: if a stage can hold n micro-batches, forward number n + 1 waits until the stage releases a micro-batch.
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
 
@@ -48,6 +48,9 @@ def lower_bound(
     A gap between a schedule and the bound means that the schedule is not optimal, or that the bound is loose (finding
     the optimum is NP-hard). Whole numbers and Fractions give exact results; floats are subject to rounding.
 
+    Under ``max_in_flight``, a rank holds a (stage, micro-batch) pair from the start of its F. Pass no limit for
+    programs with recompute, because such programs hold a recomputed pair only after its R has started.
+
     ::
 
         pipesched.lower_bound(pipesched.Costs.uniform(4), num_microbatches=8)
@@ -57,8 +60,7 @@ def lower_bound(
         num_microbatches: the number of micro-batches, at least 1.
         placement: the rank of each stage. Default: one rank per stage.
         max_in_flight: the maximum number of (stage, micro-batch) pairs that a rank may hold at the same time: one
-            number, or one per rank. A pair counts as held as soon as its F starts. Default: no limit. Pass no limit for
-            programs with recompute, because such programs hold a recomputed pair only after its R has started.
+            number, or one per rank. Default: no limit.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
         effort: the maximum number of values to compute while searching through the orders of each rank's actions; 10
@@ -81,7 +83,7 @@ def lower_bound(
     _check(costs, num_microbatches, placement)
     if not is_count(effort, 0):
         raise ScheduleError(f"effort must be a whole number, at least 0; got {effort!r}; pass 0 or more")
-    if costs.overlap < 1:  # the most that overlapping pairs can save
+    if costs.overlap < 1:  # as if every action overlapped with another
         costs = costs.scaled(costs.overlap)
     stages = stage_times(costs, placement, split)
     ranks = sorted(set(placement))
@@ -227,7 +229,7 @@ def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) 
     """
     left: float = 0
     room = limit
-    # The longest forwards come first, so that the remaining work is shortest.
+    # The longest forwards fill the room, so that the remaining work is shortest.
     for stage in sorted(chunks, key=lambda stage: stage.forward, reverse=True):
         left += (num_microbatches - min(room, num_microbatches)) * stage.forward
         room -= min(room, num_microbatches)

@@ -53,7 +53,7 @@ def communication(program: Program, costs: Costs, replication: Replication | Non
 
     Args:
         program: the program of one replica as it runs, with its REDUCEs, UNSHARDs and UPDATEs.
-        costs: the costs of its stages.
+        costs: the costs of the program's stages.
         replication: the replicas, or None if there is only one pipeline.
 
     """

@@ -6,19 +6,20 @@ from typing import NamedTuple
 __all__ = ["CommunicationTime"]
 
 _Interval = tuple[float, float]
-_SOON = 0.05  # an action that starts this close to a gather's end, as a fraction of its time, has waited for the gather
+_SOON = 0.05  # the tolerance of `_is_awaited`, as a fraction of the gather's time
 
 
 class CommunicationTime(NamedTuple):
     """The time in seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
 
+    A reduction is exposed once all ranks have run their last forward or backward. A gather is exposed if the rank's
+    next action starts when the gather ends. The exposed time of gathers is an upper bound, because the rank may be
+    waiting for a message instead.
+
     Attributes:
-        in_bubbles_s: seconds in which the rank is idle for a reason other than the collective, while a rank of its
-            pipeline still runs a forward or backward.
-        under_compute_s: seconds in which the rank computes.
-        exposed_s: seconds in which the rank is idle during an exposed collective. A reduction is exposed once all
-            ranks have run their last forward or backward. A gather is exposed if the rank's next action starts when the
-            gather ends. The value is an upper bound, because the rank may be waiting for a message instead.
+        in_bubbles_s: seconds in which the rank is idle while a collective runs that is not exposed.
+        under_compute_s: seconds in which the rank computes during a collective.
+        exposed_s: seconds in which the rank is idle during an exposed collective.
 
     """
 

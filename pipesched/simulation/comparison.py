@@ -152,7 +152,7 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
 
 def quote_off(share: float | None) -> str:
     """Return a relative error as text, such as ``+3.3%``; ``new`` if the predicted value is zero."""
-    return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # 0, not -0
+    return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # + 0.0 converts -0.0 to 0.0
 
 
 def _bucket_times(traces: Sequence[Trace], num_stages: int) -> list[list[float]]:

@@ -181,8 +181,8 @@ class Costs:
         Args:
             num_stages: the number of stages, at least 1.
             costs: fields by name, each a single number: ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``. ``reduce_s``
-                and ``reduce_bytes`` can be a tuple with one number per bucket.
-                ``forward_s``, ``input_grad_s`` and ``weight_grad_s`` default to 1.
+                and ``reduce_bytes`` can be a tuple with one number per bucket. ``forward_s``, ``input_grad_s`` and
+                ``weight_grad_s`` default to 1.
 
         """
         unknown = sorted(set(costs) - {field.name for field in fields(cls)})

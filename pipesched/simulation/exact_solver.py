@@ -29,15 +29,15 @@ from pipesched.simulation.simulator import simulate, step_time
 __all__ = ["Solution", "check_solver", "solve"]
 
 _EFFORT = 60.0
-_MOST_UNITS = 2**22  # the solver is fast with small numbers
-_ROUNDING = 1e-4  # a program this close to the bound is optimal: times are rounded to units
+_MOST_UNITS = 2**22  # the maximum number of units in a step; the solver is slower with larger numbers
+_ROUNDING = 1e-4  # a program this close to the bound counts as optimal, because times are rounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """The best program that the solver found, and a proven lower bound on the makespan."""
 
-    #: The program; None if none was found.
+    #: The best program; None if the solver found no program.
     program: Program | None
     #: The makespan of the program in seconds; None if there is no program.
     makespan_s: float | None
@@ -75,7 +75,7 @@ def solve(
 ) -> Solution:
     """Find the fastest exact program (`Program.exact`) for a chain of stages, and prove a lower bound on the makespan.
 
-    Links, overheads and overlapping pairs of actions are not part of the problem.
+    The costs must have no links, no overheads and no gain from overlapping actions.
 
     Args:
         costs: the times of each stage, and the time of a transfer.
@@ -110,8 +110,8 @@ def solve(
         start = best_known(costs, num_microbatches, placement, max_in_flight)
     elif start.placement != placement or start.num_microbatches != num_microbatches:
         raise ScheduleError(
-            f"start= must have the given placement and number of micro-batches, {placement} and {num_microbatches}; "
-            f"got {start.placement} and {start.num_microbatches}; pass another program, or leave start= out"
+            f"start= must have placement {placement} and {num_microbatches} micro-batches; it has placement "
+            f"{start.placement} and {start.num_microbatches} micro-batches; pass another program, or leave start= out"
         )
     if start is not None and not split and any(start.columns.are(Kind.I)):
         start = None
@@ -172,7 +172,7 @@ class _JobShop:
         return self._model.new_int_var(0, self._horizon, "")
 
     def _end_of(self, start: Any, part: int, whole: int, is_whole: Any) -> Any:
-        """Return the end of an action that takes ``whole`` units if the backward is a B, else ``part`` units."""
+        """Return the end of an action that takes ``whole`` units if the backward is a B, otherwise ``part`` units."""
         if part == whole:
             return start + part
         end = self._time()

@@ -48,8 +48,8 @@ FIXED = (
     "update_s",
 )
 
-#: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because for a
-#: stage it is the value of the last layer, even if a loss follows.
+#: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a
+#: stage has the value of its last layer, even if a loss follows.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 
@@ -82,7 +82,7 @@ class LayerCosts:
     update_transient_bytes: int = 0
     #: Memory of the forward and the backward.
     memory: LayerMemory = field(default_factory=LayerMemory)
-    #: Memory of the loss, if it was measured with this layer.
+    #: Memory of the loss, if the loss was measured with this layer.
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
@@ -210,7 +210,7 @@ _SUMS = (
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
     """Return the bytes that stages send to later stages per micro-batch: {(sending stage, receiving stage): bytes}.
 
-    A tensor that several stages use is passed on from each of them to the next.
+    A tensor that several stages use is passed on from each of these stages to the next.
     """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it

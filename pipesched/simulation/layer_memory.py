@@ -81,7 +81,7 @@ class LayerMemory:
         """
         shared = min(self.kept_output_bytes, other.kept_input_bytes)
         kept = self.activation_bytes + other.activation_bytes - shared
-        freed = kept - self.activation_bytes  # after the second layer's backward
+        freed = kept - self.activation_bytes  # by the second layer's backward
         return LayerMemory(
             input_bytes=self.input_bytes,
             output_bytes=other.output_bytes,

@@ -71,7 +71,7 @@ class Link:
         return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
 
     def time_s(self, num_bytes: float) -> float:
-        """Return the time of a message; for a link that describes a collective, the time of the collective."""
+        """Return the time in seconds of a message or, if the link describes a collective, of the collective."""
         return self.latency_s + num_bytes * self.byte_s
 
 
@@ -238,11 +238,11 @@ class Links:
         return self._collective_s("all_reduce", 2 * self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
     def all_gather_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of an all-gather in seconds. ``num_bytes``: the size of the gathered tensor."""
+        """Return the time of an all-gather in seconds. ``num_bytes`` is the size of the gathered tensor."""
         return self._collective_s("all_gather", self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
     def reduce_scatter_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of a reduce-scatter in seconds. ``num_bytes``: the size of the whole tensor."""
+        """Return the time of a reduce-scatter in seconds. ``num_bytes`` is the size of the whole tensor."""
         return self._collective_s("reduce_scatter", self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
     def _collective_s(self, kind: str, ring_s: float, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -283,7 +283,7 @@ class Links:
         return travel
 
     def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
-        """Return a property of each message's link, such as the latency. It is computed once per pair of ranks."""
+        """Return a property of each message's link, such as the latency. Calls ``figure`` once per pair of ranks."""
         num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
         pairs = senders * num_ranks + receivers
         figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)

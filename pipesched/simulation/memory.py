@@ -140,7 +140,7 @@ def rank_memory(
 def _after_run(
     own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
 ) -> RankMemory:
-    """Return the larger of a rank's memory peaks: during the run, and while replicas add gradients after the run."""
+    """Return a rank's memory at the larger of two peaks: during the run, and while replicas sum gradients later."""
     stages = [stage for stage, home in enumerate(program.placement) if home == rank]
     late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
     if not late:
@@ -244,7 +244,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """Return the size in bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
+    """Return the bytes of buffer copies held around each action. Each checkpointed F keeps copies for its backward."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -254,7 +254,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 class _Gradients(NamedTuple):
     """The size in bytes of gradients, which are held from a stage's first backward to its update.
 
-    Without an update, they are held until the end of the step.
+    Without an update, the gradients are held until the end of the step.
 
     If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the sum of all
     gradients is first used.
@@ -278,7 +278,7 @@ class _Gradients(NamedTuple):
         change = np.zeros(len(columns), np.int64)
         first = np.zeros(len(columns), np.bool_)
         for kind, size in ((Kind.I, whole - deferred), (Kind.W, deferred)):
-            rows = np.flatnonzero(columns.are(Kind.B, kind))  # the first of them allocates the gradients
+            rows = np.flatnonzero(columns.are(Kind.B, kind))  # the first of these actions allocates the gradients
             firsts = rows[np.unique(number[rows] * len(size) + columns.stage[rows], return_index=True)[1]]
             change[firsts] += size[columns.stage[firsts]]
             first[firsts] = True

@@ -30,9 +30,10 @@ class Overheads:
 
     #: Overhead of each action, in seconds.
     action_s: float = 0
-    #: Additional time, in seconds, of an action that spends all its time waiting, for example for a device: its thread
-    #: has to wake up, and finds the caches cold. For other actions, this value is multiplied by the fraction of their
-    #: time that they spend waiting. Weight gradients (W) need no time to wake up, because they wait for no message.
+    #: Additional time, in seconds, of an action that spends all its time waiting, for example for a device. The
+    #: action's thread must wake up, and its caches are cold. For other actions, this value is multiplied by the
+    #: fraction of their time that they spend waiting. Weight gradients (W) need no time to wake up, because they wait
+    #: for no message.
     waking_s: float = 0
     #: Time to send a message to another rank, depending on the message's size. The rank cannot compute meanwhile.
     send: Link = field(default_factory=Link)
@@ -68,7 +69,7 @@ class Overheads:
         return within * np.maximum(load / most, 1)
 
     def beside(self, crowding: float) -> "Overheads":
-        """Return a copy with the larger of two slowdowns: this object's, and the one measured with the layers.
+        """Return a copy whose slowdown is the larger of this object's and the slowdown measured with the layers.
 
         Args:
             crowding: the slowdown factor measured while one other rank computed. Each further rank is assumed to add
@@ -103,12 +104,12 @@ class Overheads:
             lengths = np.diff(moments)
             for part in np.unique(share[own]):
                 same = own[share[own] == part]
-                # In seconds that the work would take if the action ran alone.
+                # The work up to each moment, in the seconds that it would take without crowding.
                 done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
                 took = ends[same] - starts[same]
                 slowest = 1 + part * slower.max(initial=0)
-                exact = 2 * spent * slowest > took  # not rounded to zero
+                exact = 2 * spent * slowest > took  # not distorted by rounding
                 factor[same] = np.divide(took, spent, out=np.full_like(took, slowest), where=exact)
         return factor
 

@@ -108,8 +108,8 @@ class Profile:
         """Return the costs of stages made of these layers, with the machine's links and overheads.
 
         A weight that several layers of a stage use is counted once. ``input_bytes`` and ``output_bytes`` are the bytes
-        that cross the stage's boundaries. A tensor used by several later stages is passed on from each of them to the
-        next.
+        that cross the stage's boundaries. A tensor used by several later stages is passed on from each of these stages
+        to the next.
 
         Args:
             stages: the names of each stage's layers. Every layer of the profile must be in exactly one stage.

@@ -41,14 +41,17 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
 
     The buffers for summing gradients and gathering weights are not included.
 
+    If each gradient is reduced only once per step, the rank holds full (unsharded) gradients until its last backward.
+    If each divided weight is gathered only once per step, the rank holds full weights, and its own part is a view of
+    the full weights.
+
     Args:
         whole: the model states of the rank's stages.
         part: the part of each model state that this replica holds if the state is divided.
         zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
-        once: whether each gradient is reduced, and each divided weight gathered, only once per step. The rank then
-            holds full (unsharded) gradients until its last backward, and full weights. Its own part of the weights is
-            a view of the full weights. If False, each weight is gathered before every use and freed afterwards, and
-            each gradient is reduced and freed as soon as it is computed. Default: True.
+        once: whether each gradient is reduced, and each divided weight gathered, only once per step. If False, each
+            weight is gathered before every use and freed afterwards, and each gradient is reduced and freed as soon as
+            it is computed. Default: True.
 
     """
     return ModelStates(
@@ -92,7 +95,7 @@ class ReplicaMemory:
     buckets: tuple[CopyMemory, ...] = ()
     #: The flat copies of gradients that are reduced after the run, such as those of tied weights.
     late: CopyMemory = _NO_COPIES
-    #: Buffers of an exchange of updated weights.
+    #: Buffers for exchanging updated weights between replicas.
     spread: int = 0
     #: Buffers for gathering the stage's weights, from the UNSHARD until the first use of the weights. They include
     #: copies of this replica's own parts, which are therefore held twice.
@@ -102,7 +105,7 @@ class ReplicaMemory:
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
-        """Return the memory of a stage whose summed gradients are not divided. ``sizes``: the bytes of each bucket."""
+        """Return the memory of a stage whose summed gradients are not divided. ``sizes``: bytes of each bucket."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
 
 
@@ -154,7 +157,7 @@ class _Rank:
         self._stages = stages
         self._transients = update_transient_bytes
         self._held = held
-        #: (stage, copies) of sums that may be running or waiting to run, in the order of their starts.
+        #: (stage, copies) of collectives that may be running or waiting to run, in the order of their starts.
         self._started: list[tuple[int, CopyMemory]] = []
         self._kept: dict[int, int] = {}
         self._released: dict[int, int] = {}

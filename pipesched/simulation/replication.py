@@ -24,7 +24,7 @@ __all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replica
 #: The values of ``zero=``.
 ZERO_LEVELS = (0, 1, 2, 3)
 
-#: Replicas hold whole rows, and parts start at multiples of 64 elements. So one part may be longer than the others.
+#: Replicas hold whole rows, and parts start at multiples of 64 elements, so one part can be longer than the others.
 _ROUNDING_BYTES = 64 * 4
 
 #: For each stage, the size of each bucket of gradients in bytes.
@@ -70,13 +70,13 @@ class Replication:
     def mesh(self, num_ranks: int) -> dict[str, int]:
         """Return the sizes of the mesh's dimensions, in the order of ``init_device_mesh``.
 
-        ``num_ranks``: the number of ranks of one pipeline.
+        ``num_ranks`` is the number of ranks of one pipeline.
         """
         sizes = {"dp": self.num_replicas, "pp": num_ranks}
         return sizes if self.consecutive == "stages" else dict(reversed(sizes.items()))
 
     def rows(self, num_ranks: int) -> list[range]:
-        """Return the ranks of each replica, in pipeline order. ``num_ranks``: the number of ranks of one pipeline."""
+        """Return the ranks of each replica, in pipeline order. ``num_ranks`` is the number of ranks of one pipeline."""
         count = self.num_replicas
         if self.consecutive == "stages":
             return [range(replica * num_ranks, (replica + 1) * num_ranks) for replica in range(count)]
@@ -97,7 +97,7 @@ class Replication:
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
     def held(self, whole: ModelStates) -> ModelStates:
-        """Return the peak sizes of the model states that a replica holds. ``whole``: a stage's undivided states."""
+        """Return the peak sizes of the model states that a replica holds. ``whole`` is a stage's undivided states."""
         part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
         return held_states(whole, part, zero=self.zero)
 
@@ -159,7 +159,7 @@ class ReplicaCosts:
         replication: the replicas.
         num_ranks: the number of ranks of one pipeline.
         links: the links between all ranks of all replicas. Default: None, communication takes no time.
-        rows: the ranks of each replica, in pipeline order. Default: those of ``replication``.
+        rows: the ranks of each replica, in pipeline order. Default: ``replication.rows(num_ranks)``.
 
     """
 

@@ -35,9 +35,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
-    no rank either, but those of one rank run one after the other. If there are
-    ``costs.overheads``, the time of an action also includes starting it and passing its messages, and the action is
-    slower while other ranks of the host compute.
+    no rank either, but a rank runs these collectives one after the other. With ``costs.overheads``, an action also
+    takes time to start, and to receive and send messages, and is slower while other ranks of its host compute.
 
     ::
 

@@ -13,7 +13,7 @@ from pipesched.simulation.layer_costs import FIXED, LayerCosts
 
 __all__ = ["Size", "SizeFit"]
 
-#: The factors of 1, of the number of elements, and of the number of elements times the elements per row.
+#: The factors (a, b, c) of a fit (see `SizeFit`).
 Factors = tuple[float, float, float]
 
 _ONE, _LINEAR, _SQUARE = range(3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 __all__ = ["figure_at"]
 
 _TINY = 1e-6  # values below this fraction of the largest value are treated as zero
-_ENOUGH = 4  # sizes needed to compare the methods; with three, both use the same line if the middle size is left out
+_ENOUGH = 4  # sizes needed to compare the methods; without the middle one of three sizes, both use the same line
 
 
 def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float:

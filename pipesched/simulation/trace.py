@@ -276,7 +276,7 @@ class Trace:
         gradients = spans.end_s[spans.columns.are(Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
         until_s = plain(gradients.max()) if len(gradients) else 0
         found = []
-        for own, row in zip(self._collectives, self._rows, strict=False):  # no collectives: no rows
+        for own, row in zip(self._collectives, self._rows, strict=False):  # () without collectives
             late = row.at(row.end_s > own.start_s.min()) if len(own) else row.at(slice(0))
             reductions = own.at(own.columns.are(Kind.REDUCE))
             gathers = own.at(own.columns.are(Kind.UNSHARD))

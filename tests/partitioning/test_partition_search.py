@@ -223,6 +223,16 @@ def test_layers_that_must_be_together_explain_the_bottleneck():
     )
 
 
+def test_a_move_names_all_layers_that_must_stay_together():
+    graph = nx.DiGraph()
+    for name, time in (("a", 1), ("b", 2), ("c", 2), ("d", 1), ("e", 3)):
+        graph.add_node(name, forward_s=time, backward_s=0, output_bytes=1)
+    nx.add_path(graph, list(graph))
+    assert "moving layer b and 1 layer that must be in the same stage to stage 1 would make the slower of the two " in (
+        partition(graph, 2, together=[["b", "c"]]).explain()
+    )
+
+
 def test_layers_that_say_how_many_parameters_they_have_are_counted():
     graph = small_chain()
     graph.nodes["first"]["num_parameters"] = 1_234_567

@@ -179,7 +179,7 @@ def test_an_order_is_searched_for_the_placement_that_is_given(placement):
     ("option", "rule"),
     [
         ({"max_in_flight": 0}, "room for a micro-batch on each of its stages; got 0 for 2 ranks.*at least 1"),
-        ({"max_in_flight": (1, 2, 3)}, r"one for each rank.*got \(1, 2, 3\) for 2 ranks"),
+        ({"max_in_flight": (1, 2, 3)}, r"one number for each rank.*got \(1, 2, 3\) for 2 ranks"),
         ({"max_in_flight": 1, "placement": (0, 1, 1, 0)}, "2 stages each; pass numbers of at least 2"),
         ({"placement": (0, 1, 0)}, "same number of stages on every rank"),
         ({"placement": (0, 1, 2)}, "same number of stages on every rank"),

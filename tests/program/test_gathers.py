@@ -181,7 +181,7 @@ def test_wrong_options_are_refused(options, message):
         ("0RESHARD1 0REDUCE0 0UPDATE0", "0REDUCE0 0UPDATE0 0RESHARD1", "0UPDATE0 needs 0RESHARD1 before it"),
         ("0RESHARD0 0UNSHARD1", "0UNSHARD1 0RESHARD0", f"position 3: {RULE}; 0UNSHARD1 comes before 0RESHARD0"),
         ("0RESHARD0 0UNSHARD1", "0UNSHARD1", "got 0RESHARD1, but stage 0 has only 1 RESHARD. Renumber"),
-        ("0RESHARD1 ", "", f"position 4: {RULE}; 0UNSHARD1 has no 0RESHARD1. Add it after the last action that uses"),
+        ("0RESHARD1 ", "", f"position 4: {RULE}; 0UNSHARD1 has no 0RESHARD1. Add 0RESHARD1 after the last action"),
         ("1RESHARD0 ", "", f"position 0: {RULE}; 1UNSHARD0 has no 1RESHARD0"),
         ("1UNSHARD0 ", "", "1RESHARD0 needs 1UNSHARD0, which no rank runs. Add 1UNSHARD0"),
         ("0UNSHARD1", "0UNSHARD7", "the UNSHARDs of a stage must be numbered from 0 without a gap; got 0UNSHARD7"),

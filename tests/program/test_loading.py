@@ -98,7 +98,7 @@ def test_a_text_without_a_name_is_named_as_its_file(file):
         ),
         (
             "0F0,0B0\n2F0,2B0\n",
-            "row 2, column 1: stages must be numbered from 0 .*; this is stage 2, but no row",
+            "row 2, column 1: stages must be numbered from 0 .*; this action belongs to stage 2, but no",
         ),
         ("", "at least one action"),
         (",,\n", "at least one action"),

@@ -154,7 +154,7 @@ def test_two_chains_share_weights_and_split_the_micro_batches():
     ]
     assert Program.parse(str(program)) == program
     assert not program.exact
-    with pytest.raises(ScheduleError, match="4 stages share 2 weight copies"):
+    with pytest.raises(ScheduleError, match="4 stages share 2 sets of weights"):
         validate(program, exact=True)
 
 
@@ -173,7 +173,7 @@ def test_weights_that_are_shared_are_not_updated_inside():
     program = both_ways.program(1, 2)
     order = [*program.orders[0], *parsed("0UPDATE0").orders[0]]
     refused(
-        program.with_orders([order]), "2 stages but 1 weight copy; remove the UPDATEs, and update the shared weights"
+        program.with_orders([order]), "2 stages but 1 set of weights; remove the UPDATEs, and update the shared weights"
     )
 
 

@@ -221,7 +221,7 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
             ["microbatches 1", f"rank 0: {'0F0' * 50_000}"],
             r"line 2: an action must have the form .*; got '0F0.*\(150,000 characters\)",
         ),
-        (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies must be numbered from 0 without a gap"),
+        (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "sets of weights must be numbered from 0 without a gap"),
         (
             ["microbatches 1", "route 0 0 : 0", "rank 0: 0F0 0B0"],
             "a micro-batch must visit at least one stage, and must not visit a sta",

@@ -94,7 +94,7 @@ def test_gaps():
         (Costs.uniform(2, links=Links.of_hosts(1, 2)), {}, "the solver supports only the times of actions"),
         (Costs.uniform(2, overlap=0.5), {}, "leave them out"),
         (Costs.uniform(2), {"effort": 0}, "effort must be a number above 0; got 0"),
-        (Costs.uniform(2), {"start": schedules.get("1f1b").program(2, 3)}, "start= must have the given placement"),
+        (Costs.uniform(2), {"start": schedules.get("1f1b").program(2, 3)}, "start= must have placement"),
         (Costs.uniform(2), {"max_in_flight": 0}, "max_in_flight allows 0"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Building blocks: schedules that repeat one micro-batch's time slots (Qi et al. 2024, arXiv:2405.15362).
+"""Building blocks: schedules that run every micro-batch in the same time slots (Qi et al. 2024, arXiv:2405.15362).
 
-A building block gives the time slots of one micro-batch's forward and input gradient on every stage. The block is
+A building block contains the time slots of one micro-batch's forward and input gradient on every stage. The block is
 repeated at an interval such that no two passes of a rank are in the same slot. If a rank holds the activations of one
 micro-batch for t slots, it holds the activations of t / interval micro-batches at once. Weight gradients fill the
 remaining slots.

@@ -8,7 +8,7 @@ __all__ = ["eight_steps"]
 
 
 def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, count: int) -> Order:
-    """Write the order of one rank, in which forwards of one stage overlap with backwards of the other.
+    """Write the order of a rank with two stages: forwards of one stage overlap with backwards of the other stage.
 
     The eight steps are those of DeepSeek-V3 (arXiv:2412.19437) and its published code.
 
@@ -17,9 +17,9 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         near: the rank's stage for micro-batches on their way to the middle of the pipeline.
         far: the rank's stage for micro-batches on their way from the middle to an end.
         depth: the number of ranks from an end of the pipeline to its middle.
-        place: the position of this rank among those ranks, from 0 at the end of the pipeline.
-        count: the number of micro-batches in each direction. If it is below 2 x depth, the order for 2 x depth is
-            written, excluding the additional micro-batches.
+        place: the number of ranks between this rank and that end of the pipeline.
+        count: the number of micro-batches in each direction. If it is below 2 x depth, the order for 2 x depth
+            micro-batches is written, excluding the actions of the extra micro-batches.
 
     """
     ahead = depth - 1 - place

@@ -42,15 +42,15 @@ def backward_first(
 ) -> list[Order]:
     """Write the orders of a chain of stages by greedy list scheduling, without splitting B.
 
-    The program is exact (see `Program.exact`).
+    The program is exact (see `Program.exact`). The orders are written for each window, and those with the shortest
+    makespan are returned, because running ahead as far as memory allows can be slower.
 
     Args:
         shape: the ranks, micro-batches and placement.
         max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least the
             rank's number of chunks.
         windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
-            its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
-            far as memory allows can be slower.
+            its oldest unfinished micro-batch.
         forward_time: the time of a forward, the same for all stages, in any unit.
         backward_time: the time of a B, the same for all stages, in the same unit.
 
@@ -137,10 +137,7 @@ class _Rank:
         return stage is not None and self._start(self.order.B, stage, clock.backwards, time)
 
     def starts_forward(self, time: int) -> bool:
-        """Start a ready forward that fits in memory, and return whether there is one.
-
-        The stage nearest to the last stage takes precedence.
-        """
+        """Start the ready forward that fits in memory and is nearest to the last stage. Return whether one started."""
         clock = self._clock
         ready = (stage for stage in reversed(self._chunks) if clock.forward_is_ready(stage) and self._has_place(stage))
         stage = next(ready, None)

@@ -26,15 +26,15 @@ from pipesched.units import counted
 
 __all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
-_STEPS = 2_400_000  # steps of annealing at effort 1
-_LISTS = 600  # list schedules at effort 1
+_STEPS = 2_400_000  # the number of annealing steps at effort 1
+_LISTS = 600  # the number of list schedules at effort 1
 _FEW_LISTS = 16  # the minimum number of list schedules
-_LISTED = 160_000  # the maximum number of actions in all list schedules together, unless _FEW_LISTS schedules have more
-_CLIMBS = 700  # list schedules that rule search may write, at effort 1
+_LISTED = 160_000  # the maximum total number of actions of all list schedules, unless _FEW_LISTS schedules have more
+_CLIMBS = 700  # the maximum number of list schedules that rule search writes, at effort 1
 _FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its steps, and rule search is skipped
-_CLIMBED = 2_100_000  # the maximum number of actions in these list schedules together, at effort 1
+_CLIMBED = 2_100_000  # the maximum total number of actions of the list schedules of rule search, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
-_MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, known schedules that search are skipped
+_MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, a search does not start from schedules that search too
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
 _WRITE: tuple[Callable[[Order, int], None], ...] = (Order.F, Order.I, Order.W, Order.B)
 
@@ -54,7 +54,7 @@ class StageCosts(StageTimes, Protocol):
 
     @property
     def backward_s(self) -> Sequence[float]:
-        """The time of B."""
+        """The seconds that a full backward (B) takes on each stage."""
 
     @property
     def links(self) -> _Links | None:
@@ -62,15 +62,15 @@ class StageCosts(StageTimes, Protocol):
 
     @property
     def output_bytes(self) -> Sequence[int]:
-        """The size of each stage's output."""
+        """The size of each stage's output in bytes."""
 
     @property
     def activation_bytes(self) -> Sequence[int]:
-        """The bytes that each stage holds for a micro-batch from its F to its I or B."""
+        """The bytes of activations that each stage holds for one micro-batch, from the F to the I or B."""
 
     @property
     def weight_grad_bytes(self) -> Sequence[int]:
-        """The bytes that each stage holds for a micro-batch from its I to its W."""
+        """The bytes that each stage holds for one micro-batch from the I to the W."""
 
 
 def searched_orders(
@@ -84,15 +84,14 @@ def searched_orders(
     """Search for the orders of all ranks with the shortest makespan.
 
     The program is exact (see `Program.exact`). Its makespan is at most that of any program in ``starts`` that is within
-    the limits.
+    the limits. The limit ``max_in_flight`` is the maximum number of (stage, micro-batch) pairs on a rank;
+    ``memory_limit_bytes`` is the maximum number of bytes that a rank's micro-batches hold.
 
     Args:
         shape: the ranks, micro-batches and placement.
         costs: the costs of the stages, or a list with the costs of each micro-batch. None: every F, I and W takes the
             same time.
-        limits: ``max_in_flight`` is the largest number of (stage, micro-batch) pairs on a rank; ``memory_limit_bytes``
-            is the largest number of bytes that a rank's micro-batches hold. Each limit is one number, a list with one
-            number per rank, or None if there is no limit.
+        limits: the two limits, keyed by name. Each is one number, a list with one number per rank, or None.
         effort: the number of search steps, relative to the default.
         starts: schedules and programs to start from. Starts that do not fit the shape or the limits are skipped.
 
@@ -103,7 +102,7 @@ def searched_orders(
     """
     if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
         raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
-    from pipesched.program.search.search import ROUNDS, search  # here, because it imports numba if that is installed
+    from pipesched.program.search.search import ROUNDS, search  # here, because the module imports numba
 
     of_each = _of_each_microbatch(shape, costs)
     resources = _resources(shape, of_each, limits)

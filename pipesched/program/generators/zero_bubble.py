@@ -65,7 +65,7 @@ def zero_bubble(
     """Write the orders with the shortest span that the heuristic finds, for one stage per rank.
 
     The span is the longest time that any rank takes from the start of its first action to the end of its last action.
-    If ``max_in_flight`` allows ZB-H1, it is also tried, so the result's span is at most that of ZB-H1.
+    If ``max_in_flight`` allows ZB-H1, ZB-H1 is also tried. The result's span is then at most that of ZB-H1.
 
     Args:
         shape: the ranks and micro-batches.
@@ -292,7 +292,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the memory limit allows it. If memory is full, first run weight gradients to free some."""
+        """Run a forward if the memory limit allows it. If memory is full, run weight gradients first."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

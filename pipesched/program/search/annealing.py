@@ -14,12 +14,12 @@ from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["Annealer", "Cooling"]
 
-_DRAWS = 1024  # different values of a random acceptance
+_DRAWS = 1024  # the number of values in _PATIENCE
 _ONE = 1 << 16  # fixed point: 1.0
-_STAGES = 64  # different temperatures of a run
+_STAGES = 64  # the number of temperatures of a run
 #: -ln(u) for equally likely values of u between 0 and 1, in fixed point.
 _PATIENCE = whole(round(-math.log((draw + 0.5) / _DRAWS) * _ONE) for draw in range(_DRAWS))
-_NEAR, _FAR = 3, 24  # most places of a short and of a long move
+_NEAR, _FAR = 3, 24  # the maximum distance in slots of a short and of a long move
 
 
 class Cooling(NamedTuple):
@@ -37,9 +37,9 @@ class _Memory(NamedTuple):
     """The preallocated buffers of an annealing run."""
 
     clocks: Clocks
-    #: The orders before a fusion or a split, of one rank.
+    #: The order of one rank before a fusion or a split.
     kept: Whole
-    #: The state of the random numbers.
+    #: The state of the random number generator.
     random: Whole
 
 
@@ -61,7 +61,7 @@ class Annealer:
 
         Args:
             best: orders that do not deadlock and are within the limits.
-            makespan: their makespan.
+            makespan: the makespan of ``best``.
             cooling: the temperatures and the number of steps.
             goal: a lower bound on the makespan.
             seed: the seed of the random number generator.
@@ -88,7 +88,7 @@ class _Run(NamedTuple):
 
     makespan: int
     goal: int
-    #: The steps at each temperature.
+    #: The number of steps at each temperature.
     steps: int
     #: The temperatures, in 1/256 of a unit of time.
     heat: Whole
@@ -132,7 +132,7 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
 def _distance(bits: int) -> int:
     """Convert random bits to the number of slots by which an action moves; negative for a move to the left.
 
-    The distance is at most 3 slots in 60 % of the cases, and at most 24 slots in the others.
+    The distance is at most 3 slots with a probability of 60 %, and otherwise at most 24 slots.
     """
     most = _NEAR if bits % 5 < 3 else _FAR
     bits //= 5
@@ -144,7 +144,7 @@ def _distance(bits: int) -> int:
 def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
     """Move the action in a slot by a random distance, and return the makespan of the new orders.
 
-    In a quarter of the cases, also move the action of the same kind and micro-batch on the next or previous stage by
+    With a probability of 25 %, also move the action of the same kind and micro-batch on the next or previous stage by
     the same distance. If the first action cannot move, or if the new orders deadlock or take longer than ``most``,
     leave the orders unchanged and return UNFIT.
     """

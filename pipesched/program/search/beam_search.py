@@ -2,8 +2,8 @@
 
 Every partial order is continued with every action that can come next. The continuations are sorted by a lower bound on
 their makespan, and the best are kept (Lowerre 1976; for schedules, Ow and Morton 1988). A continuation is discarded if
-its bound is not below the best known makespan, or if another continuation with the same actions dominates it. If none
-is discarded for any other reason, the result is proved to be optimal, as in branch and bound.
+its bound is not below the best known makespan, or if another continuation with the same actions dominates it. If no
+continuation is discarded for any other reason, the result is proved to be optimal, as in branch and bound.
 """
 
 from typing import NamedTuple
@@ -41,25 +41,27 @@ class _Beam(NamedTuple):
     because of a B is not continued until the others have the same length.
     """
 
-    #: The most partial orders of each length.
+    #: The maximum number of partial orders of each length.
     width: int
-    #: How many numbers describe a partial order.
+    #: The number of integers that describe a partial order.
     size: int
     #: The partial orders of two successive lengths.
     states: Whole
     #: For each length, the number of partial orders that were kept.
     kept: Whole
-    #: For each length, for each partial order that was kept, the one it continues, and its last action, or _NONE.
+    #: For each length and each partial order that was kept, the partial order that it continues.
     parents: Whole
+    #: For each length and each partial order that was kept, its last action, or _NONE.
     codes: Whole
-    #: The actions that can be next.
+    #: The actions that can come next.
     options: Whole
-    #: The candidates, and a heap of their numbers, the best one first.
+    #: The candidates.
     candidates: Whole
+    #: A heap of the candidates' numbers. The best candidate is at the top.
     heap: Whole
     #: For each hash value of counts of actions, the last partial order that was kept, or _NONE.
     latest: Whole
-    #: For each partial order, the previous one with the same hash value, or _NONE.
+    #: For each partial order, the previous partial order with the same hash value, or _NONE.
     previous: Whole
 
 
@@ -97,7 +99,7 @@ class BeamSearch:
         """Find the best orders with a makespan below ``most``, and write them to ``orders``.
 
         Returns:
-            Whether any orders were found, the number of candidates, and whether it is proved that none are better.
+            Whether any orders were found, the number of candidates, and whether the search proves that none are better.
 
         """
         found, ran, proved = _search(self._tables, self._ends, self._progress, self._beam, orders, most)
@@ -221,7 +223,7 @@ def _is_better(beam: _Beam, one: int, other: int) -> bool:
 
 @compiled
 def _is_new(tables: Tables, ends: Ends, beam: _Beam, place: int) -> bool:
-    """Add a partial order to the hash table unless one in it dominates the new one. Return whether it was added."""
+    """Add a partial order to the hash table unless an entry of the table dominates it. Return whether it was added."""
     key = 0
     for at in range(place, place + 3 * tables.num_stages):
         key = (key * (tables.num_microbatches + 1) + beam.states[at]) % _PRIME

@@ -1,10 +1,12 @@
 """Bound: a lower bound on the makespan. A search that reaches the bound stops.
 
-Two bounds are computed for every rank, and the maximum over all ranks is used. For any subset of a rank's actions, the
-makespan is at least the sum of their earliest start, their total time, and the shortest time from the last of them to
-the end of the step; the one-machine bound (Carlier 1982) is the largest such sum. The in-turns bound applies if memory
-is limited: if a stage can hold n micro-batches, then after n forwards it must release a micro-batch before the next
-forward.
+Two bounds are computed for every rank, and the maximum over all ranks is used.
+
+- One-machine bound (Carlier 1982): for any subset of a rank's actions, the makespan is at least the sum of their
+  earliest start, their total time, and the shortest time from the last of them to the end of the step. The bound is the
+  largest such sum.
+- In-turns bound, if memory is limited: if a stage can hold n micro-batches, then after n forwards it must release a
+  micro-batch before the next forward.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ def lower_bound(problem: Problem) -> int:
 def ranks_that_must_fuse(problem: Problem, makespan: int) -> list[bool]:
     """Return, for each rank, whether it must run a B to finish within ``makespan``.
 
-    It must if its lower bound exceeds ``makespan`` when it runs an I and a W instead of each B.
+    This is the case if the rank's lower bound exceeds ``makespan`` when the rank runs an I and a W instead of each B.
     """
     times = list(problem.times)
     times[BACKWARD] = [

@@ -1,7 +1,7 @@
 """Evaluation: computes the makespan of the orders of all ranks, and checks the limits of the ranks.
 
 The ranks run in turn, each until the input of its next action is missing. This repeats until all actions have ended, or
-no rank can go on, which is a deadlock.
+until no rank can continue (a deadlock).
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from pipesched.program.search.problem import KINDS, Tables
 
 __all__ = ["MOST", "UNFIT", "Clocks", "Sequences", "assign", "clocks", "copy", "evaluate", "hold", "sequences"]
 
-#: The makespan of orders that deadlock, that exceed a limit or that take longer than allowed.
+#: The result, instead of a makespan, for orders that deadlock, exceed a limit or take longer than allowed.
 UNFIT = -1
-#: An allowed makespan that no orders exceed.
+#: A maximum makespan that no orders exceed.
 MOST = 1 << 61
 
 
@@ -39,7 +39,7 @@ class Clocks(NamedTuple):
     at: Whole
     #: The time at which each rank is free.
     clock: Whole
-    #: The time that each rank can still wait without exceeding the allowed makespan.
+    #: The time that each rank can still wait without exceeding the maximum makespan.
     spare: Whole
 
 

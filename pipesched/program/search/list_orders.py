@@ -42,15 +42,17 @@ _NONE = -1
 _GOLDEN = 0.618  # multiples of the golden ratio spread evenly
 #: The choices of a rank. A rule has a number for each choice and rank; choice c of rank r is at c x ranks + r.
 #:
-#: WINDOW: the most micro-batches by which the rank's forwards are ahead of its oldest unfinished micro-batch.
-#: IN_TURN: whether the rank runs forwards and backwards in turn, 1 or 0; otherwise a backward comes before a forward.
-#: FILLING: the part of a weight gradient that must fit in a gap, in 1/256; below 0, weight gradients wait for no gap.
-#: PATIENCE: the most time by which a better action may start later than the earliest one, in 1/256 of the duration of
-#: the better action.
-#: DEPTH: the forward that comes first, of several: 0: on the deepest stage, 1: on the shallowest stage, 2: of the
-#: oldest micro-batch.
-#: FUSED: the stages that run a B instead of I and W: 0: none, 1: the first stage, 2: every stage that owes no W.
-#: FIRST_APART, LAST_APART: the numbers of first and of last micro-batches that run I and W on every stage.
+#: WINDOW: the maximum number of micro-batches by which the rank's forwards are ahead of its oldest unfinished one.
+#: IN_TURN: 1: forwards and backwards alternate; 0: a backward comes before a forward.
+#: FILLING: the fraction of a weight gradient's time that a gap must have, in 1/256. If negative, a weight gradient runs
+#: without waiting for a gap.
+#: PATIENCE: the maximum time by which an action with a higher priority may start later than the earliest action, in
+#: 1/256 of the duration of the later action.
+#: DEPTH: which of several forwards comes first. 0: the one on the deepest stage; 1: the one on the shallowest stage; 2:
+#: the one of the oldest micro-batch.
+#: FUSED: the stages that run a B instead of I and W while they owe no W. 0: none; 1: the first stage; 2: every stage.
+#: FIRST_APART: the number of micro-batches at the start of the step that run I and W on every stage.
+#: LAST_APART: the number of micro-batches at the end of the step that run I and W on every stage.
 WINDOW, IN_TURN, FILLING, PATIENCE, DEPTH, FUSED, FIRST_APART, LAST_APART = range(8)
 CHOICES = 8
 #: Values of FUSED.
@@ -58,7 +60,7 @@ FIRST_STAGE, NONE_OWED = 1, 2
 
 
 def rules(problem: Problem, bound: int) -> Iterator[Whole]:
-    """Yield rules that make the same choices for all ranks, except for which ranks run a B instead of an I and a W.
+    """Yield rules that make the same choices for all ranks. Only FUSED may differ between ranks.
 
     Similar rules are far apart in the sequence, so that the first few rules already differ in most choices.
     """
@@ -93,30 +95,34 @@ def _fusions(problem: Problem, bound: int) -> Iterator[tuple[list[int], int]]:
 
 
 class Progress(NamedTuple):
-    """The state of all ranks and stages while orders are written. A W is owed as long as only its I is written."""
+    """The state of all ranks and stages while orders are written. A W is owed if its I is written but the W is not."""
 
     clocks: Clocks
-    #: For each stage, its next F.
+    #: For each stage, the micro-batch of its next F.
     forwards: Whole
-    #: For each stage, its next I or B.
+    #: For each stage, the micro-batch of its next I or B.
     gradients: Whole
-    #: For each stage, its next W; fused micro-batches are skipped.
+    #: For each stage, the micro-batch of its next W; micro-batches with a B are skipped.
     weights: Whole
     #: Whether each (stage, micro-batch) pair has a B: 1 or 0.
     fused: Whole
-    #: For each resource and rank, the amount held, and the amount that the owed W will give back.
+    #: For each resource and rank, the amount held.
     held: Whole
+    #: For each resource and rank, the amount that the owed W will give back.
     owed: Whole
-    #: The next action of each rank, or -1, and its start.
+    #: The next action of each rank.
     choice: Whole
+    #: The start of each rank's next action; _NEVER if no action can run.
     start: Whole
-    #: The next F and the next gradient of each stage, if they can run, or -1, and their starts.
+    #: The next F and the next gradient of each stage; -1 if it cannot run.
     option: Whole
+    #: The starts of the actions in ``option``.
     option_start: Whole
-    #: Whether the last action of each rank but W was a forward: 1 or 0.
+    #: Whether the last action of each rank, not counting W, was a forward: 1 or 0.
     forward_last: Whole
-    #: The least time of the actions that each rank has not run yet, now and at the start.
+    #: For each rank, the shortest total time of the actions that it has not run yet.
     left: Whole
+    #: For each rank, the shortest total time of all its actions.
     work: Whole
 
 
@@ -172,12 +178,12 @@ def reset(tables: Tables, progress: Progress) -> None:
 
 @compiled
 def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, most: int) -> int:
-    """Write the orders that a rule gives, and return their makespan.
+    """Write the orders that follow from a rule, and return their makespan.
 
     Return UNFIT if the limits are too tight for these orders, or if their makespan is above ``most``.
     """
     reset(tables, progress)
-    left = tables.num_stages * tables.num_microbatches * 2  # all F, and an I or a B of each; each I adds a W
+    left = tables.num_stages * tables.num_microbatches * 2  # an F and a B or W for each pair; an I does not count
     for rank in range(tables.num_ranks):
         orders.lengths[rank] = 0
         orders.busy[rank] = 0
@@ -208,7 +214,7 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
 
 @compiled
 def _waiting(tables: Tables, progress: Progress, code: int) -> int:
-    """Return the rank whose next F, I or B on a stage needs the action written last; -1 if there is none."""
+    """Return the rank whose next F, I or B on a stage needs the action ``code``; -1 if no rank needs it."""
     stage = code // KINDS // tables.num_microbatches
     microbatch = code // KINDS % tables.num_microbatches
     kind = code % KINDS
@@ -248,7 +254,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
 
 @compiled
 def account(tables: Tables, progress: Progress, rank: int, code: int) -> None:
-    """After an action, update its rank's remaining time, and the amounts that the rank holds and owes."""
+    """Update the remaining time of a rank after an action, and the amounts that the rank holds and owes."""
     seconds = tables.seconds
     kind = code % KINDS
     first = code - kind
@@ -323,7 +329,7 @@ def _choose(tables: Tables, rule: Whole, progress: Progress, rank: int) -> None:
 
 @compiled
 def _prefer(tables: Tables, rule: Whole, progress: Progress, rank: int, earliest: int) -> None:
-    """Choose between the actions of a rank that can start at about the same time."""
+    """Choose the next action among those of a rank that can start at about the same time."""
     progress.start[rank] = _NEVER
     if earliest == _NEVER:
         return

@@ -17,11 +17,11 @@ _NEVER = 1 << 53  # later than every start
 
 
 class Ends(NamedTuple):
-    """What follows the end of each F, I or B. The ends are numbered as in ``Tables.yields``."""
+    """The work that follows each end of an F, I or B. The ends are numbered as in ``Tables.yields``."""
 
     #: The shortest time from the end of an F, or from the start of an I or a B, to the end of its micro-batch.
     rest: Whole
-    #: The rank of the action that waits for this end; the own rank if none does.
+    #: The rank of the action that waits for this end; if no action waits, the rank of the F, I or B itself.
     rank: Whole
     #: The time of the message to that action.
     lag: Whole
@@ -50,7 +50,7 @@ def ends_of(problem: Problem) -> Ends:
 
 
 def size_of(progress: Progress) -> int:
-    """Return how many numbers describe the partial orders of all ranks."""
+    """Return the number of integers that describe the partial orders of all ranks."""
     counts = len(progress.forwards) + len(progress.gradients) + len(progress.weights)
     clocks = len(progress.clocks.clock) + len(progress.clocks.done) + len(progress.left)
     return counts + clocks + len(progress.held) + len(progress.owed)
@@ -134,7 +134,7 @@ def append(tables: Tables, progress: Progress, code: int) -> None:
     for other in range(tables.num_ranks):
         clock[other] = max(clock[other], start)
     clock[rank] = start + tables.seconds[code]
-    done[tables.needs[code]] = 0  # no other action waits for it
+    done[tables.needs[code]] = 0  # no other action waits for this end
     done[tables.yields[code]] = clock[rank]
     kind = code % KINDS
     if kind == FORWARD:
@@ -148,7 +148,7 @@ def append(tables: Tables, progress: Progress, code: int) -> None:
 
 @compiled
 def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
-    """Return a lower bound on the makespan of all orders that begin like these, and the sum of the ranks' bounds.
+    """Return a lower bound on the makespan of all continuations, and the sum of the ranks' bounds.
 
     The bound assumes that each stage runs its micro-batches in ascending order, but that a rank can run actions of
     different stages at the same time. A rank's bound is the earliest start of its next action, plus the time of all its
@@ -221,8 +221,8 @@ def _run_gradients(tables: Tables, progress: Progress, ends: Ends) -> int:
 def dominates(tables: Tables, ends: Ends, states: Whole, one: int, other: int) -> bool:
     """Return whether one partial order dominates another.
 
-    It does if both have the same actions, and each remaining action can start at least as early as after the other.
-    ``one`` and ``other`` are positions in ``states``.
+    It does if both contain the same actions, and each remaining action can start at least as early after the first as
+    after the second. ``one`` and ``other`` are their positions in ``states``.
     """
     clocks = 3 * tables.num_stages
     for at in range(clocks):

@@ -100,17 +100,17 @@ class Tables(NamedTuple):
     num_microbatches: int
     #: The number of resources.
     num_resources: int
-    #: Whether some B has an advantage over its I and W: 1 or 0.
+    #: `Problem.fuses` as 1 or 0.
     fuses: int
     #: The initial end times: 0 for actions that need no other action, -1 (not known yet) for all others.
     blank: Whole
-    #: The first slot of each rank, and the number of all slots.
+    #: The first slot of each rank, followed by the number of all slots.
     first: Whole
     #: The rank of each slot.
     rank_of_slot: Whole
     #: The rank of each stage.
     rank_of: Whole
-    #: The position in ``chunks`` of each rank's first stage, and the number of stages.
+    #: The position in ``chunks`` of each rank's first stage, followed by the number of stages.
     first_chunk: Whole
     #: The stages of all ranks, rank after rank.
     chunks: Whole
@@ -138,7 +138,7 @@ def _tables(problem: Problem) -> Tables:
     count = problem.num_microbatches
     pairs = [(stage, microbatch) for stage in range(problem.num_stages) for microbatch in range(count)]
     actions = [(kind, *pair) for pair in pairs for kind in range(KINDS)]
-    free, nobody = 2 * len(pairs), 2 * len(pairs) + 1  # end times besides those of F and of the gradients
+    free, nobody = 2 * len(pairs), 2 * len(pairs) + 1  # end times for actions that need none or set none
     needs: list[int] = []
     yields: list[int] = []
     lag: list[int] = []

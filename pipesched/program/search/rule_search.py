@@ -35,11 +35,11 @@ _PATIENCES = whole((0, 77, 128, 200))
 class _Run(NamedTuple):
     """The parameters of a rule search."""
 
-    #: The choices that matter for the problem.
+    #: The choices that have an effect on the problem's orders.
     choices: Whole
     fillings: Whole
     patiences: Whole
-    #: The window that stands for no limit.
+    #: The value of WINDOW that means no limit.
     widest: int
     makespan: int
     goal: int

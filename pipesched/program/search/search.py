@@ -15,7 +15,7 @@ from pipesched.program.search.rule_search import RuleSearch
 
 __all__ = ["ROUNDS", "Found", "search"]
 
-#: The micro-batches for each rank that show the pattern of a rule.
+#: The number of micro-batches per rank with which rules are first improved, if a step has more.
 ROUNDS = 4
 
 
@@ -178,7 +178,7 @@ class _Search:
             self._add(best.orders)
 
     def _search_beam(self) -> None:
-        """Write orders by beam search, if there are few actions. Its steps are subtracted from those of annealing.
+        """Write orders by beam search, if there are few actions. This reduces the number of annealing steps.
 
         If the beam search proves that no better orders exist, the best makespan becomes the bound.
         """
@@ -198,9 +198,9 @@ class _Search:
     def _anneal(self) -> _Start:
         """Improve the best starts by annealing, and return the best result.
 
-        Orders with few actions are annealed several times from a high temperature. The results are then annealed again
-        and again from a lower temperature, the best ones first. If fewer steps are allowed, there are fewer runs, not
-        shorter ones.
+        Orders with few actions are annealed several times from a high temperature. The results are then annealed
+        repeatedly from a lower temperature, the best results first. A smaller number of steps reduces the number of
+        runs, not their length.
         """
         annealer = Annealer(self._tables)
         actions = sum(self._starts[0].orders.lengths)
@@ -286,16 +286,16 @@ class _Search:
         return Found(tuple(self._codes(best.orders)), best.makespan, self._bound, self._tried, best.known)
 
 
-_SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
-_WIDEST = 1000  # the most partial orders of each length in the beam search, ...
-_STEPS_OF_PLACE = 40  # ... which keeps one for so many steps for each action
-_STEPS_OF_CANDIDATE = 5  # a candidate of the beam search takes as long as so many steps of annealing
-_WORSE = 16  # a rule is not improved if its makespan is longer than the best one by more than one such part
+_SMALL = 100  # with at most this many actions, a beam search runs, and annealing starts at a high temperature
+_WIDEST = 1000  # the maximum number of partial orders of each length in the beam search
+_STEPS_OF_PLACE = 40  # annealing steps per action for each partial order that the beam search may keep
+_STEPS_OF_CANDIDATE = 5  # a candidate of the beam search takes as long as this many annealing steps
+_WORSE = 16  # a rule is not improved if its makespan exceeds the best one by more than 1/16
 _CLIMBERS = 3  # the maximum number of rules to improve
-_RUNS = 72  # the most runs of annealing, ...
-_HOT_SHARE = 6  # ... of which one in so many is hot
-_SHORTEST = 800  # steps of a run, unless there are steps for more than _RUNS of them
-_SHARE = 8  # after a search with fewer micro-batches, one schedule with all of them for this many
+_RUNS = 72  # the maximum number of annealing runs
+_HOT_SHARE = 6  # one in this many annealing runs starts at a high temperature
+_SHORTEST = 800  # the maximum number of steps of a run, unless there are steps for more than _RUNS runs
+_SHARE = 8  # after a search with fewer micro-batches, 1/8 as many list schedules are written with all micro-batches
 _HOT = (1.0, 0.05)
 _WARM = (0.3, 0.02)
 _COLD = (0.1, 0.01)

@@ -1,6 +1,6 @@
 """Stage times: the earliest starts and shortest remaining times of a micro-batch on each stage of a chain.
 
-The bounds of `pipesched.simulation` and the bound at which a search stops are computed from them.
+The lower bounds of `pipesched.simulation` and of the search are computed from these times.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Label sweep: searches through all orders of one rank's work, to prove that no order meets a deadline.
 
 The search models the time and the memory of this rank. The work of other ranks only delays the inputs of its actions.
-A state gives, for each chunk, how many forwards, input gradients and weight gradients are done. The state's label holds
-the time and, for each micro-batch in progress, the time at which the input of its next action arrives. If several
+A state contains, for each chunk, how many forwards, input gradients and weight gradients are done. The state's label
+holds the time and, for each micro-batch in progress, the time at which the input of its next action arrives. If several
 orders lead to the same state, the componentwise minimum of their labels is kept. The result is still a lower bound,
 because an action that starts earlier never ends later.
 
@@ -36,11 +36,11 @@ class RankTimes:
     backward: tuple[int, ...]
     #: Earliest start of the first F.
     start: int
-    #: Least time between the arrivals of two micro-batches at the first chunk.
+    #: Shortest time between the arrivals of two micro-batches at the first chunk.
     arrival_interval: int
     #: From the end of F to the start of F on the next chunk; for the last chunk, to the start of the gradient.
     forward_lag: tuple[int, ...]
-    #: Least time between the arrivals of two gradients at the last chunk.
+    #: Shortest time between the arrivals of two gradients at the last chunk.
     return_interval: int
     #: From the end of the gradient to the start of the gradient on the previous chunk; 0 for the first chunk.
     backward_lag: tuple[int, ...]
@@ -57,7 +57,7 @@ class Swept(NamedTuple):
 
     #: The deadlines that no program meets.
     missed: tuple[int, ...]
-    #: The deadlines for which labels are left. () if the effort was spent before the end.
+    #: The deadlines for which labels are left. () if the effort was used up before the end.
     kept: tuple[int, ...]
     #: The effort that is left.
     effort: int
