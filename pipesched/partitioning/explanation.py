@@ -144,7 +144,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
             f"offload; {bound}"
         )
     if not solution.exact:
-        return at, f"the split is the best for several orders of the layers, but not all orders were tried; {bound}"
+        return at, f"the split may not be optimal, because the search did not try all orders of the layers; {bound}"
     if ticks == problem.lower:
         return at, bound
     what = (

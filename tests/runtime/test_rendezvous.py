@@ -54,7 +54,7 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(ranks: Ranks, who: 
         for text in found:
             assert (text == "absent") == (rank in who)
             if text != "absent":
-                assert text.startswith("ExecutionError: all 3 ranks must make their pipeline together; rank ")
+                assert text.startswith("ExecutionError: all 3 ranks must construct the pipeline at the same time; ")
                 assert re.search(
                     rf"; {names} not joined; rank \d waited 2 s; make the pipeline on every rank, or p", text
                 )

@@ -95,7 +95,7 @@ def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float
         raise ExecutionError(*error.args) from None
     except StoreLostError as error:
         raise ExecutionError(
-            f"all {group.size()} ranks must make their pipeline together; {error}; rank {group.rank()} stopped; "
-            f"fix the cause and restart the job"
+            f"all {group.size()} ranks must construct the pipeline at the same time; {error}; "
+            f"rank {group.rank()} stopped; fix the cause and restart the job"
         ) from None
     return alarm, connections

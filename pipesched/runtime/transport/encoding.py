@@ -194,9 +194,9 @@ class Encoding:
         if self._types.get(name) is not kind:
             if not self._learning:
                 raise UnsentTypeError(
-                    f"every type that is sent between ranks must occur when each rank captures the model; {name} did "
-                    f"not occur with the sample; make the pipeline with a sample that produces this type, or pass "
-                    f"only tensors and built-in types"
+                    f"ranks can only send types that occurred when the model was captured; {name} did not occur with "
+                    f"the sample; construct the pipeline with a sample that produces this type, or pass only tensors "
+                    f"and built-in types"
                 )
             self._types[name] = kind
         return name
