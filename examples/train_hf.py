@@ -129,7 +129,7 @@ def arguments() -> argparse.Namespace:
         type=int,
         default=0,
         choices=(0, 1, 2),
-        help="data split across replicas: 0 none, 1 optimizer states, 2 also gradients (default: 0)",
+        help="training state split across replicas: 0 none, 1 optimizer states, 2 also gradients (default: 0)",
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
     return parser.parse_args()

@@ -152,7 +152,7 @@ def _misfit(rank: int, tensors: Mapping[str, Tensor], shares: Sequence[_Share], 
             here = list(tensors[name].shape)
             return f"{name!r} has shape {here} in rank {rank}'s model, but {list(shape)} on rank {source}"
     missing = next((name for name in tensors if name not in sent), None)
-    return None if missing is None else f"rank {rank}'s model has a tensor {missing!r} that no rank trains"
+    return None if missing is None else f"rank {rank}'s model has a tensor {missing!r}, which no rank sent"
 
 
 def _check_fits(misfits: Sequence[str | None]) -> None:

@@ -174,7 +174,10 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the oldest unfinished part, which completes the forwards of its step, and store the step's loss."""
+        """Wait until the ranks have run the segment of the oldest unfinished step, and store the step's loss.
+
+        All forwards of the step are in this segment. Some backwards of the step may be in later segments.
+        """
         step = self.num_parts
         weighting, measures = self._queued.popleft()
         self._finish_part()

@@ -120,7 +120,10 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Return the result of ``make()``, as ``agreed`` does. ``make`` may take longer in some processes. Collective."""
+    """Return the result of ``make()``. If ``make`` raises in one process, all processes raise. Collective.
+
+    Unlike ``agreed``, this function also suits work that takes much longer in some processes than in others.
+    """
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()

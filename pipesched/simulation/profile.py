@@ -280,7 +280,7 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
 
 
 def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]":
-    """Interpolate the graph for a micro-batch size that was not measured."""
+    """Return the graph for a micro-batch size that was not measured, with interpolated costs."""
     sizes = sorted(graphs)
     found = graphs[sizes[0]].copy()
     for name, node in found.nodes(data=True):

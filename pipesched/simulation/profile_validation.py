@@ -35,15 +35,15 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
             for name in one:
                 if name not in other:
                     raise ScheduleError(
-                        f"all sizes of a profile must have the same layers; {name!r} exists for micro-batches of "
-                        f"{rows if one is graph else first} rows, but not for {first if one is graph else rows} "
-                        f"rows; {_AGAIN}"
+                        f"a profile must have the same layers for all micro-batch sizes; {name!r} exists for "
+                        f"micro-batches of {rows if one is graph else first} rows, but not for "
+                        f"{first if one is graph else rows} rows; {_AGAIN}"
                     )
         if set(graph.edges) != set(graphs[first].edges):
             one, other = min(set(graph.edges) ^ set(graphs[first].edges))
             raise ScheduleError(
-                f"all sizes of a profile must have the same edges; {one!r} -> {other!r} exists for only one of the "
-                f"micro-batch sizes {first} and {rows}; {_AGAIN}"
+                f"a profile must have the same edges for all micro-batch sizes; {one!r} -> {other!r} exists for only "
+                f"one of the micro-batch sizes {first} and {rows}; {_AGAIN}"
             )
         _check_parameters(graph)
         for name, value in _numbers(graph):

@@ -63,7 +63,7 @@ def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
 
 
 def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale these parameters' gradients in place if ``norm``, the total norm of the model, exceeds ``max_norm``."""
+    """Scale these parameters' gradients in place if ``norm``, the norm of all gradients, exceeds ``max_norm``."""
     if math.isinf(max_norm):
         return  # for an infinite norm, torch would multiply by inf / inf
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]

@@ -154,10 +154,10 @@ class _Search:
             self._climb([rule for _, rule in ranked[:_CLIMBERS]])
 
     def _climb(self, chosen: list[Whole]) -> None:
-        """Improve the chosen rules a little, then the best of them further, and add the orders that this rule gives.
+        """Improve each of the chosen rules a little, then improve the best one further, and store its orders.
 
         If there are many micro-batches, the rules are first improved for fewer micro-batches, because shorter orders
-        are faster to write.
+        take less time to write.
         """
         count = self._problem.num_microbatches
         fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)

@@ -127,7 +127,10 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a failed step, call ``narrow``, then empty the states that the optimizer has not initialised yet."""
+        """After a failed step, call ``narrow``, and delete float32 copies that are the only entry of a state.
+
+        Optimizers initialise only an empty state, so these states must be empty again.
+        """
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:

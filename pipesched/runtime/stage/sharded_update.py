@@ -154,7 +154,7 @@ class ShardedUpdate:
                 self.local[parameter].data = values
 
     def _check_states(self) -> None:
-        """Check, after the first step, that the optimizer has used the local parameters."""
+        """Check, after the first step, that the optimizer has states for no parameters other than the local ones."""
         self._checked = True
         held = {*self.local.values()}
         if others := [key for key in self._optimizer.state if isinstance(key, nn.Parameter) and key not in held]:
