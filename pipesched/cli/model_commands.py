@@ -119,7 +119,7 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     type=click.Choice(["auto", "0", "1", "2", "3"]),
     default="auto",
     show_default=True,
-    help="Training state split across replicas: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
+    help="Training state split across replicas: 0 none, 1 optimizer, 2 also gradients, 3 also weights.",
 )
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(

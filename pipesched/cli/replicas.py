@@ -31,7 +31,7 @@ def replica_options(command: _Command) -> _Command:
                 type=click.IntRange(0, 3),
                 default=0,
                 show_default=True,
-                help="Training state split across replicas: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
+                help="Training state split across replicas: 0 none, 1 optimizer, 2 also gradients, 3 also weights.",
             ),
             click.option(
                 "--weight-bytes",
