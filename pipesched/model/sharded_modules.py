@@ -174,7 +174,11 @@ class ShardedModules:
         return (parameter for root in self._roots for parameter in root.parameters())
 
     def _pass(self, root: Any) -> None:
-        """Run an empty backward pass through a module's hooks, so that FSDP2 sums or reduces all gradients."""
+        """Run an empty backward pass through a module's hooks, so that FSDP2 processes the gradients computed so far.
+
+        FSDP2 reduces the gradients across processes if ``_keep_in_backward(False)`` was called. Otherwise, it adds them
+        to its local sums.
+        """
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
 

@@ -84,7 +84,7 @@ class Knapsack:
         self.exact = True
 
     def item(self, layer: int, in_flight: int) -> int:
-        """Return the item of a layer with ``in_flight`` micro-batches in flight. Identical layers are the same item."""
+        """Return the item of a layer with ``in_flight`` micro-batches in flight; identical layers share an item."""
         kind = self._kind_of[layer]
         if (kind, in_flight) not in self._items:
             self._items[kind, in_flight] = len(self._items)

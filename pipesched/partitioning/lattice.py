@@ -115,9 +115,10 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """For each slot and each end of a stage, return the minimum size in bytes of the blocks before the stage.
+        """For each slot and each ideal at which a stage can end, return the fewest bytes of the blocks before it.
 
-        If these blocks had fewer bytes, the stage itself would exceed the slot's memory limit.
+        The size of all blocks up to the end is fixed. With fewer bytes before the stage, the stage itself would have
+        more bytes than the slot's memory limit.
         """
         if self._memory is None:
             return None

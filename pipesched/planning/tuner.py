@@ -353,7 +353,7 @@ class Tuner:
           all work on it is done. So at any time, at most w micro-batches are in progress, and at most w ranks work.
         - With one stage per rank and B instead of I and W, a rank first waits while all earlier ranks work on one
           micro-batch. The wait counts as part of the rank's time. The busiest rank then has the least time if the work
-          per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
+          of each rank per micro-batch is 1 - 1/count times that of the previous rank, where count is the number of
           micro-batches.
         """
         count = candidate.num_microbatches
