@@ -43,7 +43,7 @@ _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds a
 _AGREE = 0.03
 _TINY = 0.002
 _EFFORT = Effort(rounds=5, enough_s=2.0)
-_CROWDED = replace(_EFFORT, crowds=True)
+_QUICK_EFFORT = replace(_EFFORT, rounds=3)  # if each size is measured only once
 _LARGEST_BYTES = 1 << 31  # a model with at most this many bytes of parameters is also measured as a whole
 _ROWS = "rows= must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
@@ -144,11 +144,11 @@ def profile(
     batches += [others.of_replica(number, len(microbatches)) for number in range(len(microbatches))] if others else []
     known = [layered(chain, batch.inputs[0], whole_layers) for batch in batches]
     passes: list[list[dict[str, LayerCosts]]] = [[] for _ in batches]
-    count = _PASSES if thorough else 1
+    count, base = (_PASSES, _EFFORT) if thorough else (1, _QUICK_EFFORT)
     for number, (batch, model_of, own_passes) in product(range(count), zip(batches, known, passes, strict=True)):
         if number == 2 and _agree(*own_passes):
             continue
-        effort = replace(_CROWDED, checks=number == min(1, count - 1))
+        effort = replace(base, crowds=True, checks=number == min(1, count - 1))
         with set_aside(chain, loss):
             own_passes.append(measure(model_of, where, threads, effort))
             if thorough and batch.rows[0] == has and effort.checks:

@@ -12,6 +12,7 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
+from pipesched.program.liveness import peak_in_flight
 from pipesched.program.lowering import add_recompute
 from pipesched.simulation.memory import rank_memory
 from tests.support.synthetic_profiles import profile
@@ -71,6 +72,18 @@ def test_a_known_schedule_wins_a_tie():
     plan = find_plan(search([1.0] * 4, boundaries=[2]))
     assert plan.schedule == "zb-h1"
     assert "the predicted step is optimal" in plan.explain()
+
+
+def test_of_about_equally_fast_orders_the_plan_holds_the_fewest_microbatches():
+    plan = find_plan(search([3.0, 1, 2, 1, 4, 1, 2, 2], 2, 8, {"activation_bytes": 100}, effort=1_200_000))
+    most = max(peak_in_flight(order) for order in plan.program.orders)
+    assert plan.schedule == "searched"
+    assert most <= 8, "each rank has two stages, which would hold 16 pairs"
+    fewer = schedules.get("searched").with_options(
+        placement=plan.program.placement, costs=plan.costs, max_in_flight=most - 1
+    )
+    least_s = simulate(fewer.program(2, 8), plan.costs).makespan_s
+    assert least_s > plan.predicted().makespan_s
 
 
 @pytest.mark.parametrize("limit", [75_000, 90_000])

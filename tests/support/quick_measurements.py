@@ -16,7 +16,7 @@ _QUICK: list[tuple[ModuleType | Any, str, Any]] = [
     (layer_profiler.QUICK, "rounds", 1),
     (profile_model, "_PASSES", 1),
     (profile_model, "_EFFORT", _EFFORT),
-    (profile_model, "_CROWDED", replace(_EFFORT, crowds=True)),
+    (profile_model, "_QUICK_EFFORT", _EFFORT),
     (optimizer_costs, "_ROUNDS", 3),
     (optimizer_costs, "_STANDS_IN_BYTES", 1 << 22),
     (overhead_probe, "_TRIES", 2),

@@ -16,11 +16,12 @@ from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import Effort
-from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate
 from pipesched.planning.plan import searched_before
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.program.actions import Kind
 from pipesched.program.generators.searched_orders import num_lists, num_steps
+from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Links
@@ -42,6 +43,7 @@ _STARTS = 8  # maximum number of programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_OTHER = 0.08  # the same fraction for cuts for which all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
+_TO_LEAN = 0.1  # the fraction of the effort for orders that hold fewer micro-batches
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
 _A_STEP = 0.15  # the effort of one annealing step per action of the program, in actions
@@ -102,8 +104,28 @@ class OrderSearch:
             searched.add(_key(known[0]))
         made.sort(key=_speed)
         for number, each in enumerate(made[:_MOVED]):
-            made += self._moved(each, move, until=self._effort.left * (1 - 1 / (_MOVED - number)))
+            share = (self._effort.left - _TO_LEAN * self._all) / (_MOVED - number)
+            made += self._moved(each, move, until=self._effort.left - share)
+        if made:
+            made += self._leaner(min(made, key=_speed))
         return made
+
+    def _leaner(self, found: EvaluatedCandidate) -> Iterator[EvaluatedCandidate]:
+        """Yield candidates with the same stages whose orders are about as fast, but hold fewer micro-batches.
+
+        Bisects the maximum number of (stage, micro-batch) pairs that a rank may hold.
+        """
+        candidate = found.candidate
+        peaks = list(map(peak_in_flight, candidate.program.orders))
+        too_few, enough = candidate.schedule.chunks_per_rank - 1, max(peaks)
+        while enough - too_few > 1 and self._effort.left > 0:
+            most = (too_few + enough) // 2
+            made = list(self._made([found], self._all * _TO_LEAN / 2, [min(peak, most) for peak in peaks]))
+            if made and made[0].step_s <= found.step_s * (1 + WORTH):
+                yield made[0]
+                enough = most
+            else:
+                too_few = most
 
     def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
         """Search for orders for every cut of the layers. Yield each candidate that is faster than the best so far.
@@ -121,13 +143,17 @@ class OrderSearch:
                     best_s = made.step_s
                     yield made
 
-    def _made(self, known: Sequence[EvaluatedCandidate], effort: float) -> Iterator[EvaluatedCandidate]:
+    def _made(
+        self, known: Sequence[EvaluatedCandidate], effort: float, most: Sequence[int] | None = None
+    ) -> Iterator[EvaluatedCandidate]:
         """Yield the candidate with the order that the search finds; nothing if no order is within the limits.
 
         Args:
             known: candidates with the same placement, the fastest first. The search uses the costs of the first
                 candidate, and starts from the programs of all candidates.
             effort: the effort of the search, in actions.
+            most: the maximum number of (stage, micro-batch) pairs that each rank may hold. Default: the limits of the
+                request.
 
         """
         first = known[0]
@@ -141,7 +167,7 @@ class OrderSearch:
             schedule = schedules.get(_NAME).with_options(
                 placement=candidate.placement,
                 costs=costs,
-                max_in_flight=self._chooser.most_in_flight(candidate),
+                max_in_flight=self._chooser.most_in_flight(candidate) if most is None else most,
                 memory_limit_bytes=room,
                 effort=share,
                 starts=tuple(each.candidate.program for each in known[:_STARTS]),
