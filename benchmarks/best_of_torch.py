@@ -14,6 +14,9 @@ sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for differe
 gpt            Two ranks that compute, 8 micro-batches: a GPT with a large vocabulary, whose head takes the time of
                several blocks. We run the plan of `tune` on these ranks; the script prints how long `tune` took.
 convolutions   Likewise, for a convolution net whose channels grow from layer to layer.
+
+For ranks that compute, the script also prints the step of a perfect pipeline, without bubble and overheads: both ranks
+run an unpipelined loop over all micro-batches at the same time, each on its own core, and the time is divided by two.
 """
 
 import argparse
@@ -241,17 +244,28 @@ MODELS = {"gpt": gpt, "convolutions": convolutions}
 
 
 class Tuned(NamedTuple):
-    """The results of a rank: the measured steps, the plan of `tune`, and the seconds that `tune` took."""
+    """The results of a rank: the measured steps, the plan of `tune`, and the seconds that `tune` took.
+
+    ``perfect_s`` are the steps of a perfect pipeline.
+    """
 
     results: list[Measured]
     plan: str
     tune_s: float
+    perfect_s: list[float]
+
+
+def unpipelined(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Run the forward and the backward of all micro-batches, one after the other."""
+    for inputs, targets in zip(x.chunk(COMPUTING_MICROBATCHES), y.chunk(COMPUTING_MICROBATCHES), strict=True):
+        functional.cross_entropy(model(inputs), targets).backward()
 
 
 def run_computing(rank: int, name: str, pairs: int) -> Tuned:
     """Find a plan, then measure it and torch's schedules. Runs on each rank."""
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
+    whole = partial(unpipelined, copy.deepcopy(model), x, y)
     models = [copy.deepcopy(model) for _ in NAMES]
     mesh = init_device_mesh("cpu", (COMPUTING_RANKS,))
     rows = len(x) // COMPUTING_MICROBATCHES
@@ -269,13 +283,14 @@ def run_computing(rank: int, name: str, pairs: int) -> Tuned:
     tune_s = time.perf_counter() - begin
     with Pipeline(model, x[:rows], loss_fn=functional.cross_entropy, mesh=mesh, plan=plan) as pipe:
         results = beside_torch(pipe, (x, y), models, rank, functional.cross_entropy, pairs)
-    return Tuned(results, f"{plan.schedule}, {[len(stage) for stage in plan.stages]} layers", tune_s)
+    perfect_s = [seconds / COMPUTING_RANKS for seconds in in_turn([whole], pairs)[0]]
+    return Tuned(results, f"{plan.schedule}, {[len(stage) for stage in plan.stages]} layers", tune_s, perfect_s)
 
 
 def show_computing(name: str, pairs: int) -> None:
     """Print the measured step of each schedule."""
     ranks = in_ranks(COMPUTING_RANKS, run_computing, name, pairs)
-    results, plan, tune_s = ranks[0]
+    results, plan, tune_s, perfect_s = ranks[0]
     own_s = results[0].steps_s
     print(f"{name}: tune took {tune_s:.1f} s and chose {plan}; a step takes {median(own_s) * 1e3:.1f} ms")
     for number, other in enumerate(NAMES, 1):
@@ -286,7 +301,7 @@ def show_computing(name: str, pairs: int) -> None:
             f"{'' if agree else '  gradients differ'}"
         )
     best = min((each.steps_s for each in results[1:]), key=median)
-    print(f"  ours / best of torch {ratio(own_s, best)}", flush=True)
+    print(f"  ours / best of torch {ratio(own_s, best)}; perfect / best of torch {ratio(perfect_s, best)}", flush=True)
 
 
 def main() -> None:
