@@ -164,8 +164,9 @@ def beside_torch(
     rank: int,
     loss_fn: Callable[..., Any],
     pairs: int,
+    others: Sequence[Callable[[], Any]] = (),
 ) -> list[Measured]:
-    """Measure our pipeline, then torch's schedules on copies of the model."""
+    """Measure our pipeline, then torch's schedules on copies of the model, then the other functions."""
     x, y = batch
     rivals = [
         partial(torch_step(name, model, rank, pipe.plan.program.num_ranks, pipe.num_microbatches, loss_fn), x, y)
@@ -176,7 +177,8 @@ def beside_torch(
         step()
     own = gradients(pipe.model)
     agree = [torch.allclose(own, gradients(model), atol=1e-5) for model in (pipe.model, *models)]
-    return [Measured(*pair) for pair in zip(in_turn([ours, *rivals], pairs), agree, strict=True)]
+    agree += [True] * len(others)
+    return [Measured(*pair) for pair in zip(in_turn([ours, *rivals, *others], pairs), agree, strict=True)]
 
 
 def show_sleeping(pairs: int) -> None:
@@ -246,13 +248,12 @@ MODELS = {"gpt": gpt, "convolutions": convolutions}
 class Tuned(NamedTuple):
     """The results of a rank: the measured steps, the plan of `tune`, and the seconds that `tune` took.
 
-    ``perfect_s`` are the steps of a perfect pipeline.
+    The last measured steps are those of an unpipelined loop that runs on all ranks at the same time.
     """
 
     results: list[Measured]
     plan: str
     tune_s: float
-    perfect_s: list[float]
 
 
 def unpipelined(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -282,15 +283,14 @@ def run_computing(rank: int, name: str, pairs: int) -> Tuned:
     )
     tune_s = time.perf_counter() - begin
     with Pipeline(model, x[:rows], loss_fn=functional.cross_entropy, mesh=mesh, plan=plan) as pipe:
-        results = beside_torch(pipe, (x, y), models, rank, functional.cross_entropy, pairs)
-    perfect_s = [seconds / COMPUTING_RANKS for seconds in in_turn([whole], pairs)[0]]
-    return Tuned(results, f"{plan.schedule}, {[len(stage) for stage in plan.stages]} layers", tune_s, perfect_s)
+        results = beside_torch(pipe, (x, y), models, rank, functional.cross_entropy, pairs, [whole])
+    return Tuned(results, f"{plan.schedule}, {[len(stage) for stage in plan.stages]} layers", tune_s)
 
 
 def show_computing(name: str, pairs: int) -> None:
     """Print the measured step of each schedule."""
     ranks = in_ranks(COMPUTING_RANKS, run_computing, name, pairs)
-    results, plan, tune_s, perfect_s = ranks[0]
+    results, plan, tune_s = ranks[0]
     own_s = results[0].steps_s
     print(f"{name}: tune took {tune_s:.1f} s and chose {plan}; a step takes {median(own_s) * 1e3:.1f} ms")
     for number, other in enumerate(NAMES, 1):
@@ -300,7 +300,8 @@ def show_computing(name: str, pairs: int) -> None:
             f"  {other:<20}{median(steps_s) * 1e3:>10.1f} ms   ours / torch {ratio(own_s, steps_s)}"
             f"{'' if agree else '  gradients differ'}"
         )
-    best = min((each.steps_s for each in results[1:]), key=median)
+    best = min((each.steps_s for each in results[1 : 1 + len(NAMES)]), key=median)
+    perfect_s = [seconds / COMPUTING_RANKS for seconds in results[-1].steps_s]
     print(f"  ours / best of torch {ratio(own_s, best)}; perfect / best of torch {ratio(perfect_s, best)}", flush=True)
 
 
