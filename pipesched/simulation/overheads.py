@@ -20,6 +20,10 @@ Floats = NDArray[np.float64]
 #: Default overhead in seconds for an action, for sending a message, and for receiving a message.
 _USUAL_S = 50e-6
 
+#: The same for ranks on CPUs, where the overhead is longer because layers use the same caches.
+_ON_HOST_S = 200e-6
+_MESSAGE_ON_HOST = Link(latency_s=125e-6, bytes_per_s=7e9)
+
 #: Whether ranks are threads of one process (``devices=``) or processes (``mesh=``).
 RanksAre = Literal["threads", "processes"]
 
@@ -161,9 +165,9 @@ class Machine:
         """
         if (self.threads if ranks_are == "threads" else self.processes) is not None:
             return self
-        part = Link(latency_s=_USUAL_S)
+        action_s, part = (_ON_HOST_S, _MESSAGE_ON_HOST) if self.on_host else (_USUAL_S, Link(latency_s=_USUAL_S))
         crowding = (1.0,) * min(num_ranks, num_cores or num_ranks)
-        usual = Overheads(action_s=_USUAL_S, send=part, receive=part, crowding=crowding)
+        usual = Overheads(action_s=action_s, send=part, receive=part, crowding=crowding)
         return replace(self, threads=usual) if ranks_are == "threads" else replace(self, processes=usual)
 
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:

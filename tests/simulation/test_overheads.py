@@ -177,3 +177,11 @@ def test_measured_actions_have_their_crowd_in_them():
     costs = Costs.uniform(2, overheads=Overheads(1, crowding=(1, 1.5)))
     trace = simulate(Program.parse(TWO), costs)
     assert measured_costs([trace], 2, costs).overheads == Overheads(1)
+
+
+def test_actions_and_messages_of_ranks_on_cpus_are_assumed_to_take_longer():
+    on_gpus, on_cpus = (Machine(on_host=on_host).assuming("processes", 2).processes for on_host in (False, True))
+    assert on_gpus.action_s < on_cpus.action_s
+    assert on_gpus.send.time_s(1 << 20) < on_cpus.send.time_s(1 << 20)
+    measured = Machine(on_host=True, processes=Overheads(1))
+    assert measured.assuming("processes", 2).processes == Overheads(1)

@@ -163,7 +163,7 @@ SPOILT = {
         v["sizes"]["4"]["layers"].pop("2"),
         v["sizes"]["4"]["edges"].pop(),
     ),
-    "the same edges; '0' -> '1'": lambda v: v["sizes"]["4"]["edges"].pop(0),
+    "the same edges for all micro-batch sizes; '0' -> '1'": lambda v: v["sizes"]["4"]["edges"].pop(0),
     "this profile has none": lambda v: v["sizes"].clear(),
     "the profile has micro-batches of -4 rows": lambda v: v["sizes"].update({"-4": v["sizes"].pop("4")}),
 }
