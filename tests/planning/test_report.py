@@ -170,6 +170,15 @@ def test_layers_that_run_again_are_counted():
     assert "offloaded" not in stages.columns
 
 
+def test_sizes_that_are_not_known_are_left_out():
+    plan = plan_of()
+    only_times = replace(plan, costs=measured_costs([plan.predicted()], 2))
+    tables = {known: Report(own).tables[0] for known, own in ((True, plan), (False, only_times))}
+    for known, table in tables.items():
+        assert [name in table.columns for name in ("F", "weights", "kept", "sent")] == [True, known, known, known]
+        assert ("kept:" in table.note) is known
+
+
 def test_memory_is_shown_by_what_it_is_for():
     plan = plan_of(alternatives=(TAKEN,))
     table = Report(replace(plan, costs=replace(plan.costs, gradient_bytes=(5, 2**30)))).tables[-1]

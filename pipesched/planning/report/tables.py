@@ -35,7 +35,8 @@ _WEIGHED = {
     "memory": "memory: highest peak of any rank.",
     "margin": "margin: memory limit minus peak.",
 }
-_STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for the backward. sent: the stage's output."
+_STAGES = "Times {sizes}per micro-batch. {kinds}"
+_SIZES = " kept: activations held for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
 _MEMORY = "Predicted peak memory of each rank."
 _AXES = (
@@ -165,6 +166,8 @@ def _stages(plan: Plan) -> Table:
     runs = plan.treated.index
     kinds = [kind for kind in _TIMED if runs.has(kind)]
     summaries = plan.partition.summaries if plan.partition is not None else ()
+    # Costs that come only from measured steps have no sizes.
+    has_sizes = costs is not None and any((*costs.weight_bytes, *costs.activation_bytes, *costs.output_bytes))
     rows = []
     for stage, part in enumerate(plan.program.weights):
         layers = plan.stages[part]
@@ -178,6 +181,7 @@ def _stages(plan: Plan) -> Table:
         row |= {head: Cell(str(kept[word] or ""), kept[word]) for word, head in _TREATED.items()}
         if costs is not None:
             row |= {str(kind): _time(costs.times(kind)[stage]) for kind in kinds}
+        if costs is not None and has_sizes:
             row |= {
                 "weights": _bytes(costs.weight_bytes[stage]),
                 "kept": _bytes(costs.activation_bytes[stage]),
@@ -187,7 +191,8 @@ def _stages(plan: Plan) -> Table:
             count = summaries[part].num_parameters
             row["parameters"] = Cell(quote_count(count), count)
         rows.append(row)
-    return Table.of("Stages", rows, ("first .. last",), _STAGES.format(kinds=_in_words(kinds)) if costs else "")
+    note = _STAGES.format(sizes="and sizes " if has_sizes else "", kinds=_in_words(kinds)) if costs else ""
+    return Table.of("Stages", rows, ("first .. last",), note + _SIZES if has_sizes else note)
 
 
 def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> Table | None:
