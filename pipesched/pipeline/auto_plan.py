@@ -108,8 +108,8 @@ class AutoPlan:
         if request.num_microbatches is None and not search_counts:
             request = replace(request, num_microbatches=-(-batch_size // sample_rows))
         profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
-        if self.search.memory_limit_bytes is not None:
-            profile = on_devices(profile, self.devices, self.search.offload)
+        is_limited = self.search.memory_limit_bytes is not None
+        profile = on_devices(profile, self.devices, self.search.offload if is_limited else False)
         search_request = SearchRequest.of(
             profile,
             len(self.devices),

@@ -188,8 +188,9 @@ def tune(
             options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
         options["thorough"] = not count  # quick measurements suffice if trial runs correct the costs
         known = _profile(model, sample, profile, loss_fn, target, options)
-        if (devices or mesh is not None) and memory_limit_bytes is not None:
-            known = on_devices(known, list(map(torch.device, places)), offload)
+        if devices or mesh is not None:
+            is_limited = memory_limit_bytes is not None
+            known = on_devices(known, list(map(torch.device, places)), offload if is_limited else False)
         request = PlanRequest(
             schedule=schedule,
             num_stages=num_stages,

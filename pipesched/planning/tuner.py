@@ -34,7 +34,7 @@ from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.proof import chain_costs
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.refinement.boundary_refinement import refined
-from pipesched.planning.refinement.order_search import OrderSearch, as_searched, is_searched
+from pipesched.planning.refinement.order_search import ORDER_GAIN, OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.windows import is_windowed, window_of
 from pipesched.program.actions import Kind
@@ -50,7 +50,6 @@ __all__ = ["Tuner", "find_plan", "find_plan_of_replicas", "too_small"]
 # The boundaries of candidates within this factor of the fastest step are refined, each with half the remaining effort.
 _NEAR = 1.3
 _A_MOVE = 2_000  # effort of summing the stage costs after a boundary has moved, in actions
-_ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a step does not replace a known schedule
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _KNOWN = 0.6  # the fraction of the progress reported for known schedules; the rest is for searched orders
 _FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
@@ -185,7 +184,7 @@ class Tuner:
         chosen = simplest(
             (found, found.step_s) for found in known if found.step_s <= most_s or found.candidate.num_ranks == 1
         )
-        gain = _ORDER_GAIN if chosen.candidate.num_ranks == self._search.num_ranks else WORTH
+        gain = ORDER_GAIN if chosen.candidate.num_ranks == self._search.num_ranks else WORTH
         faster = [(found, found.step_s) for found in searched if found.step_s < fastest_s * (1 - gain)]
         return simplest(faster) if faster else chosen
 

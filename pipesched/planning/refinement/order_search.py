@@ -16,7 +16,7 @@ from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import Effort
-from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate
+from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import searched_before
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.program.actions import Kind
@@ -27,7 +27,9 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Links
 from pipesched.simulation.simulator import simulate
 
-__all__ = ["OrderSearch", "as_searched", "is_searched"]
+__all__ = ["ORDER_GAIN", "OrderSearch", "as_searched", "is_searched"]
+
+ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a step does not replace a known schedule
 
 #: A function (candidate, step_s, goes_on) that moves the candidate's boundaries and returns the best stages.
 #: ``step_s(stages)`` returns the step time of stages, and ``goes_on()`` returns False if the search must stop.
@@ -43,7 +45,8 @@ _STARTS = 8  # maximum number of programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_OTHER = 0.08  # the same fraction for cuts for which all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
-_TO_LEAN = 0.1  # the fraction of the effort for orders that hold fewer micro-batches
+_TO_LEAN = 0.1  # the fraction of the effort kept for orders that hold fewer micro-batches
+_PER_LEAN = 0.05  # the fraction of the effort for one such order
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
 _A_STEP = 0.15  # the effort of one annealing step per action of the program, in actions
@@ -103,25 +106,34 @@ class OrderSearch:
                 made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
             searched.add(_key(known[0]))
         made.sort(key=_speed)
+        can_lean = bool(made) and self._share(made[0].candidate, self._all * _PER_LEAN) is not None
+        kept = self._all * _TO_LEAN if can_lean else 0
         for number, each in enumerate(made[:_MOVED]):
-            share = (self._effort.left - _TO_LEAN * self._all) / (_MOVED - number)
+            share = (self._effort.left - kept) / (_MOVED - number)
             made += self._moved(each, move, until=self._effort.left - share)
-        if made:
-            made += self._leaner(min(made, key=_speed))
+        faster = [(each, each.step_s) for each in made if each.step_s < best_s * (1 - ORDER_GAIN)]
+        if can_lean and faster:  # the leanest comes first: it is chosen from equally good candidates
+            made = [*reversed(list(self._leaner(simplest(faster), best_s * (1 - ORDER_GAIN)))), *made]
         return made
 
-    def _leaner(self, found: EvaluatedCandidate) -> Iterator[EvaluatedCandidate]:
+    def _leaner(self, found: EvaluatedCandidate, most_s: float) -> Iterator[EvaluatedCandidate]:
         """Yield candidates with the same stages whose orders are about as fast, but hold fewer micro-batches.
 
         Bisects the maximum number of (stage, micro-batch) pairs that a rank may hold.
+
+        Args:
+            found: the candidate to start from.
+            most_s: all yielded candidates have a shorter step than this number of seconds.
+
         """
         candidate = found.candidate
         peaks = list(map(peak_in_flight, candidate.program.orders))
         too_few, enough = candidate.schedule.chunks_per_rank - 1, max(peaks)
-        while enough - too_few > 1 and self._effort.left > 0:
+        until = self._effort.left - self._all * _TO_LEAN
+        while enough - too_few > 1 and self._effort.left > until:
             most = (too_few + enough) // 2
-            made = list(self._made([found], self._all * _TO_LEAN / 2, [min(peak, most) for peak in peaks]))
-            if made and made[0].step_s <= found.step_s * (1 + WORTH):
+            made = list(self._made([found], self._all * _PER_LEAN, [min(peak, most) for peak in peaks]))
+            if made and made[0].step_s < min(found.step_s * (1 + WORTH), most_s):
                 yield made[0]
                 enough = most
             else:
@@ -207,7 +219,8 @@ class OrderSearch:
             before = best
             move(best, step_s, lambda: self._effort.left > until)
             if best is not before:
-                best = min((best, *self._made([best], self._all * _PER_PAIR)), key=_speed)
+                effort = min(self._all * _PER_PAIR, self._effort.left - until)
+                best = min((best, *self._made([best], effort)), key=_speed)
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
