@@ -55,7 +55,7 @@ class AbsentError(ExecutionError):
         self.ranks = tuple(ranks) or (0,)
         who = " and ".join(names[rank] for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
         super().__init__(
-            f"all {len(names)} ranks must make their pipeline together; {who} not joined; "
+            f"all {len(names)} ranks must construct the pipeline at the same time; {who} not joined; "
             f"{names[waiting]} waited {timeout_s:g} s; make the pipeline on every rank, or pass a larger timeout="
         )
 
