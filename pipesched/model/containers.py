@@ -8,6 +8,7 @@ stand-ins replace the layers and intercept their calls. The model itself stays u
 import functools
 import operator
 import types
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy as shallow
@@ -98,7 +99,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class _Copies:
+class _Copies(ABC):
     """Copies of a model's modules. The copies refer to each other as the original modules do."""
 
     _shares = True  # lists and similar values that refer to no module are shared with the originals
@@ -107,8 +108,9 @@ class _Copies:
         self._translated: dict[int, tuple[Any, Any]] = {}
         self._own = {id(module): name for name, module in model.named_modules()}
 
+    @abstractmethod
     def _copy(self, module: nn.Module) -> nn.Module:
-        raise NotImplementedError
+        """Return the copy of a module of the model."""
 
     def _in_copies(self, value: Any) -> Any:
         """Return a list, function or similar value, rebuilt with copies of the modules that the value refers to."""

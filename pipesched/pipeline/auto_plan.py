@@ -109,7 +109,7 @@ class AutoPlan:
             request = replace(request, num_microbatches=-(-batch_size // sample_rows))
         profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
         is_limited = self.search.memory_limit_bytes is not None
-        profile = on_devices(profile, self.devices, self.search.offload if is_limited else False)
+        profile = on_devices(profile, self.devices, self.search.offload, is_limited=is_limited)
         search_request = SearchRequest.of(
             profile,
             len(self.devices),
@@ -204,15 +204,18 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
     return max(1, cores // intra_op_threads)
 
 
-def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
+def on_devices(
+    profile: Profile, devices: Sequence[torch.device], offload: Offload, *, is_limited: bool = True
+) -> Profile:
     """Return the profile for a machine with these devices.
 
     The ``machine.on_host`` of the result states whether any device is a CPU. If offloading needs the speed of copies
-    to the host, and the profile does not contain this speed for these devices, the function measures it.
+    to the host, and the profile does not contain this speed for these devices, the function measures it. Plans offload
+    only if the memory is limited (``is_limited``, default: True).
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)
     speed_is_known = machine.host_bytes_per_s is not None and (on_host or not profile.machine.on_host)
-    if not speed_is_known and (offload is True or (offload == "auto" and not on_host)):
+    if is_limited and not speed_is_known and (offload is True or (offload == "auto" and not on_host)):
         machine = replace(machine, host_bytes_per_s=host_bytes_per_s(devices[0]))
     return replace(profile, machine=machine)

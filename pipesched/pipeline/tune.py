@@ -190,7 +190,7 @@ def tune(
         known = _profile(model, sample, profile, loss_fn, target, options)
         if devices or mesh is not None:
             is_limited = memory_limit_bytes is not None
-            known = on_devices(known, list(map(torch.device, places)), offload if is_limited else False)
+            known = on_devices(known, list(map(torch.device, places)), offload, is_limited=is_limited)
         request = PlanRequest(
             schedule=schedule,
             num_stages=num_stages,

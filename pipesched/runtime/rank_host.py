@@ -143,7 +143,7 @@ class RankHost(Protocol):
         """The executor of this process's ranks."""
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
-        """Return a host for the same ranks, of which only the first ``num_ranks`` hold stages.
+        """Return a host for the same ranks. Only the first ``num_ranks`` ranks of this host hold stages.
 
         Raises DeviceCountError if ``all_ranks`` is True but a rank of the mesh would hold no stage.
         """

@@ -111,9 +111,10 @@ class OrderSearch:
         for number, each in enumerate(made[:_MOVED]):
             share = (self._effort.left - kept) / (_MOVED - number)
             made += self._moved(each, move, until=self._effort.left - share)
-        faster = [(each, each.step_s) for each in made if each.step_s < best_s * (1 - ORDER_GAIN)]
+        most_s = best_s * (1 - ORDER_GAIN)
+        faster = [(each, each.step_s) for each in made if each.step_s < most_s]
         if can_lean and faster:  # the leanest comes first: it is chosen from equally good candidates
-            made = [*reversed(list(self._leaner(simplest(faster), best_s * (1 - ORDER_GAIN)))), *made]
+            made = [*reversed(list(self._leaner(simplest(faster), most_s))), *made]
         return made
 
     def _leaner(self, found: EvaluatedCandidate, most_s: float) -> Iterator[EvaluatedCandidate]:
