@@ -42,6 +42,12 @@ LARGE = (
     (16, 128, 2, loop, None, False),
     (16, 128, 2, v, 32, False),
     (64, 512, 1, loop, None, False),
+    (8, 128, 1, loop, 6, False),
+    (8, 128, 2, loop, 10, False),
+    (8, 128, 2, v, 12, False),
+    (8, 128, 2, v, 8, False),
+    (4, 128, 2, v, 6, False),
+    (2, 128, 2, v, 3, False),
 )
 
 
@@ -163,7 +169,7 @@ def print_large(effort: Fraction) -> None:
                 placement=place(p, chunks),
                 max_in_flight=limit,
             )
-            search(problem, Fraction(1, 100))  # compiles or loads all functions
+            search(problem, Fraction(1, 30))  # compiles or loads all functions
             program, seconds = search(problem, effort)
             makespan = simulate(program, problem.costs).makespan_s
             bound = lower_bound(problem.costs, m, placement=problem.placement, max_in_flight=limit, effort=0)

@@ -26,8 +26,8 @@ def searched(
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
     The search starts from greedy orders and all other schedules that fit, and improves the best orders by simulated
-    annealing. With at most 100 actions, a beam search also runs. The search stops once it proves that no order is
-    shorter. A backward may be split. Of equally short orders, a known schedule is used. Equal inputs give equal orders.
+    annealing. It stops once it proves that no order is shorter. With many equal micro-batches, orders may repeat a
+    unit. A backward may be split. Of equally short orders, a known schedule is used. Equal inputs give equal orders.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.

@@ -20,9 +20,10 @@ from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, si
 from pipesched.planning.plan import searched_before
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.program.actions import Kind
-from pipesched.program.generators.searched_orders import num_lists, num_steps
+from pipesched.program.generators.searched_orders import num_changes, num_lists, num_steps
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
+from pipesched.program.search.problem import ROUNDS
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Links
 from pipesched.simulation.simulator import simulate
@@ -256,8 +257,11 @@ def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
 def _cost(candidate: Candidate, share: float) -> float:
     """Return the cost, in actions, of a search with this share of the default effort of `searched`."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
-    lists = num_lists(actions, share)
-    return float(actions * (lists * _A_LIST + num_steps(actions, share) * _A_STEP))
+    steps = num_steps(actions, share) * actions
+    few = min(actions, 3 * candidate.num_stages * ROUNDS * candidate.num_ranks)
+    if few < actions:
+        steps += num_changes(few, share) * few
+    return float(actions * num_lists(actions, share) * _A_LIST + steps * _A_STEP)
 
 
 def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:

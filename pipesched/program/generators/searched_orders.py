@@ -21,10 +21,19 @@ from pipesched.program.generators.zero_bubble import StageTimes
 from pipesched.program.liveness import peak_in_flight, rank_limits
 from pipesched.program.order import Order, Schedule, Shape
 from pipesched.program.program import Program
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
+from pipesched.program.search.problem import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    KINDS,
+    ROUNDS,
+    WEIGHT_GRAD,
+    Problem,
+    Resource,
+)
 from pipesched.units import counted
 
-__all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
+__all__ = ["StageCosts", "num_changes", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
 _STEPS = 2_400_000  # the number of annealing steps at effort 1
 _LISTS = 600  # the number of list schedules at effort 1
@@ -33,6 +42,8 @@ _LISTED = 160_000  # the maximum total number of actions of all list schedules, 
 _CLIMBS = 700  # the maximum number of list schedules that rule search writes, at effort 1
 _FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its steps, and rule search is skipped
 _CLIMBED = 2_100_000  # the maximum total number of actions of the list schedules of rule search, at effort 1
+_CHANGES = 16_000  # the number of changes that periodic search tries, at effort 1
+_CHANGED = 24_000_000  # the maximum total number of actions of the orders that periodic search evaluates, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, a search does not start from schedules that search too
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -102,7 +113,7 @@ def searched_orders(
     """
     if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
         raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
-    from pipesched.program.search.search import ROUNDS, search  # here, because the module imports numba
+    from pipesched.program.search.search import search  # here, because the module imports numba
 
     of_each = _of_each_microbatch(shape, costs)
     resources = _resources(shape, of_each, limits)
@@ -116,7 +127,8 @@ def searched_orders(
         known,
         steps=num_steps(actions, effort),
         lists=num_lists(actions, effort),
-        climbs=_climbs(shape, effort, ROUNDS),
+        climbs=_climbs(shape, effort),
+        changes=num_changes(3 * shape.num_stages * ROUNDS * shape.num_ranks, effort),
     )
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
@@ -138,12 +150,17 @@ def num_lists(actions: int, effort: float) -> int:
     return max(_FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // actions))
 
 
-def _climbs(shape: Shape, effort: float, rounds: int) -> int:
+def _climbs(shape: Shape, effort: float) -> int:
     """Return the maximum number of list schedules for `rule_search`; 0 for problems that annealing solves better."""
-    actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
+    actions = 3 * shape.num_stages * min(shape.num_microbatches, ROUNDS * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
     return int(effort * min(_CLIMBS, _CLIMBED // actions))
+
+
+def num_changes(actions: int, effort: float) -> int:
+    """Return the number of changes that `periodic_search` tries, if it evaluates orders with this number of actions."""
+    return int(effort * min(_CHANGES, _CHANGED // actions))
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:

@@ -12,13 +12,14 @@ from pipesched.program.search.moves import fuse, rotate, shift, split
 from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, Tables
 from pipesched.program.search.random_numbers import draw, start, state
 
-__all__ = ["Annealer", "Cooling"]
+__all__ = ["DRAWS", "PATIENCE", "Annealer", "Cooling", "heats"]
 
-_DRAWS = 1024  # the number of values in _PATIENCE
+#: The number of values in ``PATIENCE``.
+DRAWS = 1024
 _ONE = 1 << 16  # fixed point: 1.0
 _STAGES = 64  # the number of temperatures of a run
 #: -ln(u) for equally likely values of u between 0 and 1, in fixed point.
-_PATIENCE = whole(round(-math.log((draw + 0.5) / _DRAWS) * _ONE) for draw in range(_DRAWS))
+PATIENCE = whole(round(-math.log((draw + 0.5) / DRAWS) * _ONE) for draw in range(DRAWS))
 _NEAR, _FAR = 3, 24  # the maximum distance in slots of a short and of a long move
 
 
@@ -31,6 +32,13 @@ class Cooling(NamedTuple):
     hot: float
     cold: float
     steps: int
+
+
+def heats(cooling: Cooling, mean: float) -> Whole:
+    """Return the temperatures of a run, in 1/256 of a unit of time. ``mean`` is the mean action time."""
+    ratio = cooling.cold / cooling.hot
+    falling = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
+    return whole(round(heat * 256) for heat in falling)
 
 
 class _Memory(NamedTuple):
@@ -73,13 +81,11 @@ class Annealer:
         tables = self._tables
         total = sum(best.busy)
         mean = max(1, int(total)) / max(1, sum(best.lengths))
-        ratio = cooling.cold / cooling.hot
-        heats = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
         start(self._memory.random, seed)
         copy(best, self._current)
-        heat = whole(round(value * 256) for value in heats)
+        heat = heats(cooling, mean)
         steps = max(1, cooling.steps // _STAGES)
-        found, ran = _anneal(tables, self._memory, self._current, best, _Run(makespan, goal, steps, heat, _PATIENCE))
+        found, ran = _anneal(tables, self._memory, self._current, best, _Run(makespan, goal, steps, heat, PATIENCE))
         return int(found), int(ran)
 
 
@@ -112,8 +118,8 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
             if slot >= tables.first[rank] + orders.lengths[rank]:
                 continue
             bits = draw(random)
-            most = current + (heat * run.patience[bits % _DRAWS] >> 24)
-            bits //= _DRAWS
+            most = current + (heat * run.patience[bits % DRAWS] >> 24)
+            bits //= DRAWS
             kind = orders.slots[slot] % KINDS
             if tables.fuses and kind != FORWARD and bits % 16 < 5:
                 found = _recombined(tables, memory, orders, slot, most, bits // 16)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.search.compiled import Whole, whole
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT_GRAD", "KINDS", "WEIGHT_GRAD", "Problem", "Resource", "Tables"]
+__all__ = ["BACKWARD", "FORWARD", "INPUT_GRAD", "KINDS", "ROUNDS", "WEIGHT_GRAD", "Problem", "Resource", "Tables"]
 
 #: The kinds of actions. An action's code is (stage x number of micro-batches + micro-batch) x KINDS + kind.
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD = range(4)
 KINDS = 4
+#: If a step has more than this number of micro-batches per rank, orders are first improved for this number.
+ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +68,16 @@ class Problem:
         """The stages of each rank."""
         return tuple(chunks_of(self.placement, rank) for rank in range(self.num_ranks))
 
-    def shortened(self, count: int) -> "Problem | None":
-        """Return the problem with only ``count`` micro-batches.
-
-        Returns None if the problem has at most ``count`` micro-batches, or if micro-batches differ in times or amounts.
-        """
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all micro-batches take the same times and amounts."""
         tables = (*self.times, self.forward_lags, self.backward_lags)
         tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
-        if count >= self.num_microbatches or any(min(row) != max(row) for table in tables for row in table):
-            return None
-        return replace(self, num_microbatches=count)
+        return all(min(row) == max(row) for table in tables for row in table)
+
+    def shortened(self, count: int) -> "Problem | None":
+        """Return the problem with only ``count`` micro-batches; None if it has no more, or if they are not uniform."""
+        return replace(self, num_microbatches=count) if count < self.num_microbatches and self.is_uniform else None
 
     @cached_property
     def fuses(self) -> bool:

@@ -10,13 +10,11 @@ from pipesched.program.search.bound import lower_bound
 from pipesched.program.search.compiled import Whole
 from pipesched.program.search.evaluation import MOST, UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
 from pipesched.program.search.list_orders import FUSED, progress_of, rules, write
-from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem
+from pipesched.program.search.periodic_search import PeriodicSearch
+from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, ROUNDS, WEIGHT_GRAD, Problem
 from pipesched.program.search.rule_search import RuleSearch
 
-__all__ = ["ROUNDS", "Found", "search"]
-
-#: The number of micro-batches per rank with which rules are first improved, if a step has more.
-ROUNDS = 4
+__all__ = ["Found", "search"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,13 @@ class Found:
 
 
 def search(
-    problem: Problem, known: Iterable[Sequence[Sequence[int]]], *, steps: int, lists: int, climbs: int = 0
+    problem: Problem,
+    known: Iterable[Sequence[Sequence[int]]],
+    *,
+    steps: int,
+    lists: int,
+    climbs: int = 0,
+    changes: int = 0,
 ) -> Found | None:
     """Find orders with a short makespan. Return None if no orders within the limits are found.
 
@@ -51,9 +55,11 @@ def search(
         lists: the maximum number of list schedules to write by rules that make the same choices for all ranks.
         climbs: the maximum number of list schedules to write to improve the best of these rules, with separate choices
             for each rank. Default: 0.
+        changes: the number of changes to try on orders that repeat in every period, if there are many micro-batches.
+            Default: 0.
 
     """
-    return _Search(problem, steps, lists, climbs).run(known)
+    return _Search(problem, steps, lists, climbs, changes).run(known)
 
 
 @dataclass(order=True)
@@ -67,7 +73,7 @@ class _Start:
 
 
 class _Search:
-    def __init__(self, problem: Problem, steps: int, lists: int, climbs: int) -> None:
+    def __init__(self, problem: Problem, steps: int, lists: int, climbs: int, changes: int) -> None:
         self._problem = problem
         self._tables = problem.tables
         self._seconds = [int(number) for number in self._tables.seconds]
@@ -75,6 +81,7 @@ class _Search:
         self._steps = steps
         self._lists = lists
         self._climbs = climbs
+        self._changes = changes
         self._starts: list[_Start] = []
         self._bound = lower_bound(problem)
         self._tried = 0
@@ -88,9 +95,10 @@ class _Search:
         if not self._starts:
             return None
         self._starts.sort()
-        if not self._done:
-            self._search_beam()
-            self._starts.sort()
+        for improve in (self._repeat, self._search_beam):
+            if not self._done:
+                improve()
+                self._starts.sort()
         best = self._starts[0]
         if not self._done and self._steps > 0:
             best = min(best, self._anneal())
@@ -176,6 +184,24 @@ class _Search:
             self._tried += best.run(self._climbs // _SHARE, self._bound)
         if best.makespan != UNFIT:
             self._add(best.orders)
+
+    def _repeat(self) -> None:
+        """Search for orders that repeat a unit, unless there are few micro-batches or the bound is close.
+
+        With many micro-batches, orders are evaluated for fewer. Otherwise, units seldom help if the bound is not far.
+        """
+        problem = self._problem
+        fewer = problem.shortened(max(ROUNDS * problem.num_ranks, _FEWEST))
+        close = _CLOSE if fewer else _CLOSE_IF_FEW
+        known = self._different(_SOURCES)
+        near = known[0].makespan <= self._bound + self._bound // close
+        if near or self._changes < _FEW_CHANGES or problem.num_microbatches < _FEWEST or not problem.is_uniform:
+            return
+        periodic = PeriodicSearch(problem, fewer or problem)
+        found = periodic.run([(self._tables, start.orders) for start in known], self._changes)
+        self._tried += periodic.ran
+        if found is not None:
+            self._add(found)
 
     def _search_beam(self) -> None:
         """Write orders by beam search, if there are few actions. This reduces the number of annealing steps.
@@ -296,6 +322,11 @@ _RUNS = 72  # the maximum number of annealing runs
 _HOT_SHARE = 6  # one in this many annealing runs starts at a high temperature
 _SHORTEST = 800  # the maximum number of steps of a run, unless there are steps for more than _RUNS runs
 _SHARE = 8  # after a search with fewer micro-batches, 1/8 as many list schedules are written with all micro-batches
+_SOURCES = 2  # the number of orders from which the first units are taken
+_FEWEST = 16  # the minimum number of micro-batches for which periodic search evaluates orders
+_FEW_CHANGES = 500  # with fewer changes, units are not searched
+_CLOSE = 100  # with many micro-batches, units are searched if the best makespan exceeds the bound by more than 1/100
+_CLOSE_IF_FEW = 10  # with few micro-batches, units are searched if the best makespan exceeds the bound by 1/10
 _HOT = (1.0, 0.05)
 _WARM = (0.3, 0.02)
 _COLD = (0.1, 0.01)
