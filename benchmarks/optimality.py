@@ -169,7 +169,7 @@ def print_large(effort: Fraction) -> None:
                 placement=place(p, chunks),
                 max_in_flight=limit,
             )
-            search(problem, Fraction(1, 30))  # compiles or loads all functions
+            search(problem, Fraction(1, 7))  # compiles or loads all functions
             program, seconds = search(problem, effort)
             makespan = simulate(program, problem.costs).makespan_s
             bound = lower_bound(problem.costs, m, placement=problem.placement, max_in_flight=limit, effort=0)

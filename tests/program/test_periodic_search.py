@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesched import Costs, schedules, simulate, validate
+from pipesched.program.generators import searched_orders
+from pipesched.program.generators.searched_orders import num_changes
 from pipesched.program.placement import v
 from pipesched.program.search.evaluation import MOST, UNFIT, clocks, evaluate, hold, sequences
 from pipesched.program.search.list_orders import progress_of, rules, write
@@ -166,40 +168,82 @@ def listed(own):
     raise AssertionError
 
 
+def fits(own, orders):
+    first = own.tables.first
+    return all(hold(own.tables, orders, rank, first[rank], first[rank] + orders.lengths[rank]) for rank in range(2))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_finds_orders_within_the_limits(seed):
     own, fewer = problem(seed, num_microbatches=64), problem(seed, num_microbatches=16)
-    orders = listed(own)
-    searches = [PeriodicSearch(own, fewer) for _ in range(2)]
-    found, again = (each.run([(own.tables, orders)], 600) for each in searches)
-    assert [codes(own, found, rank) for rank in (0, 1)] == [codes(own, again, rank) for rank in (0, 1)]
-    assert searches[0].ran == searches[1].ran > 0
-    for rank in range(2):
-        check_order(own, rank, codes(own, found, rank))
-        assert hold(own.tables, found, rank, own.tables.first[rank], own.tables.first[rank] + found.lengths[rank])
-    assert makespan(own, found) < makespan(own, orders)
+    sources = [(own.tables, listed(own))]
+
+    def run(steps):
+        periodic = PeriodicSearch(own, fewer)
+        found = next(periodic.run(sources, steps, 0))
+        return [codes(own, found, rank) for rank in (0, 1)], makespan(own, found), periodic.ran, found
+
+    ranks, makespan_of_found, ran, found = run(800)
+    assert run(800)[:3] == (ranks, makespan_of_found, ran)
+    assert 400 < ran <= 1000
+    for rank in (0, 1):
+        check_order(own, rank, ranks[rank])
+    assert fits(own, found)
+    assert makespan_of_found < run(0)[1]  # shorter than with the best unit of the list schedule
+    assert makespan_of_found < makespan(own, sources[0][1])
+
+
+@pytest.mark.parametrize("size", range(1, 5))
+def test_the_makespan_is_extrapolated_to_all_microbatches(size):
+    """All periods take equally long, so the extrapolation is exact."""
+    own, fewer = problem(num_microbatches=64, limit=8), problem(num_microbatches=16, limit=8)
+    unit = unit_of(fewer, *one_by_one(fewer, size), size)
+    assert PeriodicSearch(own, fewer)._estimate(unit, size) == makespan(own, orders_of(own, unit, size))
+
+
+def test_late_weight_gradients_count_in_the_extrapolation():
+    """The W start 12 micro-batches late, so they do not make the last F and I of the evaluated orders later."""
+    own, fewer = (problem(num_microbatches=count, limit=100) for count in (64, 16))
+    timed, life = one_by_one(fewer, 1)
+    late = [
+        [each._replace(start=each.start + 12 * life * (each.action % KINDS == WEIGHT_GRAD)) for each in row]
+        for row in timed
+    ]
+    unit = unit_of(fewer, late, life // 4, 1)
+    estimate = PeriodicSearch(own, fewer)._estimate(unit, 1)
+    assert estimate == pytest.approx(makespan(own, orders_of(own, unit, 1)), rel=0.02)
 
 
 def test_no_unit_fits():
     own = problem(limit=100)
-    orders = listed(own)
     tight = replace(own, resources=[replace(own.resources[0], limits=[0, 0])])
-    assert PeriodicSearch(tight, tight.shortened(16)).run([(own.tables, orders)], 600) is None
+    assert list(PeriodicSearch(tight, tight.shortened(16)).run([(own.tables, listed(own))], 600, 0)) == []
+
+
+def found_with(problem, changes):
+    return search(problem, [], steps=0, lists=16, changes=changes)
 
 
 def test_many_microbatches_take_less_time_with_a_unit():
-    """Without units, the step takes 16 % longer than the bound."""
     own = problem(num_microbatches=128)
-    direct = search(own, [], steps=0, lists=16)
-    found = search(own, [], steps=0, lists=16, changes=2000)
+    direct, found = (found_with(own, changes) for changes in (0, 2000))
     assert found.makespan < 0.97 * direct.makespan
-    assert search(own, [], steps=0, lists=16, changes=10) == direct  # too few changes
 
 
-def test_the_schedule_searched_uses_units():
-    """With slightly more effort, there are enough changes to search for a unit."""
+def test_units_are_searched_only_for_many_equal_microbatches():
+    own = problem(num_microbatches=20)
+    assert found_with(own, 600).evaluations > found_with(own, 0).evaluations
+    longer = replace(own, times=[[[*row[:-1], row[-1] + 1] for row in table] for table in own.times])
+    assert found_with(longer, 600) == found_with(longer, 0)
+    assert num_changes(4, 2, 16, 1) > 0 == num_changes(4, 2, 15, 1)  # too few micro-batches
+    assert num_changes(4, 2, 16, 0.01) == 0  # too little effort
+
+
+def test_the_schedule_searched_uses_units(monkeypatch):
     costs = Costs((20, 25, 17, 22), (22, 27, 19, 24), (18, 23, 15, 20), (38, 48, 32, 42), transfer_s=1)
-    searched = schedules.get("searched").with_options(costs=costs, placement=(0, 1, 1, 0), max_in_flight=3)
-    longer, shorter = (searched.program(2, 48, effort=effort) for effort in (Fraction(1, 40), Fraction(1, 25)))
-    validate(shorter, exact=True, max_in_flight=3)
-    assert simulate(shorter, costs).makespan_s < 0.99 * simulate(longer, costs).makespan_s
+    options = {"costs": costs, "placement": (0, 1, 1, 0), "max_in_flight": 3, "effort": Fraction(1, 25)}
+    found = schedules.get("searched").program(2, 48, **options)
+    validate(found, exact=True, max_in_flight=3)
+    monkeypatch.setattr(searched_orders, "_CHANGES", 0)
+    direct = schedules.get("searched").program(2, 48, **options)
+    assert simulate(found, costs).makespan_s < 0.99 * simulate(direct, costs).makespan_s

@@ -23,7 +23,7 @@ from pipesched.program.actions import Kind
 from pipesched.program.generators.searched_orders import num_changes, num_lists, num_steps
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
-from pipesched.program.search.problem import ROUNDS
+from pipesched.program.search.problem import num_evaluated
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Links
 from pipesched.simulation.simulator import simulate
@@ -257,10 +257,9 @@ def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
 def _cost(candidate: Candidate, share: float) -> float:
     """Return the cost, in actions, of a search with this share of the default effort of `searched`."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
-    steps = num_steps(actions, share) * actions
-    few = min(actions, 3 * candidate.num_stages * ROUNDS * candidate.num_ranks)
-    if few < actions:
-        steps += num_changes(few, share) * few
+    counts = candidate.num_stages, candidate.num_ranks, candidate.num_microbatches
+    evaluated = 3 * candidate.num_stages * num_evaluated(*counts[1:])
+    steps = num_steps(actions, share) * actions + num_changes(*counts, share) * evaluated
     return float(actions * num_lists(actions, share) * _A_LIST + steps * _A_STEP)
 
 

@@ -30,6 +30,7 @@ from pipesched.program.search.problem import (
     WEIGHT_GRAD,
     Problem,
     Resource,
+    num_evaluated,
 )
 from pipesched.units import counted
 
@@ -42,8 +43,9 @@ _LISTED = 160_000  # the maximum total number of actions of all list schedules, 
 _CLIMBS = 700  # the maximum number of list schedules that rule search writes, at effort 1
 _FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its steps, and rule search is skipped
 _CLIMBED = 2_100_000  # the maximum total number of actions of the list schedules of rule search, at effort 1
-_CHANGES = 16_000  # the number of changes that periodic search tries, at effort 1
-_CHANGED = 24_000_000  # the maximum total number of actions of the orders that periodic search evaluates, at effort 1
+_CHANGES = 16_000  # the number of orders that periodic search evaluates, at effort 1
+_CHANGED = 24_000_000  # the maximum total number of actions of these orders, at effort 1
+_FEW_CHANGES = 500  # periodic search is skipped if it could evaluate fewer orders than this
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, a search does not start from schedules that search too
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -128,7 +130,7 @@ def searched_orders(
         steps=num_steps(actions, effort),
         lists=num_lists(actions, effort),
         climbs=_climbs(shape, effort),
-        changes=num_changes(3 * shape.num_stages * ROUNDS * shape.num_ranks, effort),
+        changes=num_changes(shape.num_stages, shape.num_ranks, shape.num_microbatches, effort),
     )
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
@@ -158,9 +160,11 @@ def _climbs(shape: Shape, effort: float) -> int:
     return int(effort * min(_CLIMBS, _CLIMBED // actions))
 
 
-def num_changes(actions: int, effort: float) -> int:
-    """Return the number of changes that `periodic_search` tries, if it evaluates orders with this number of actions."""
-    return int(effort * min(_CHANGES, _CHANGED // actions))
+def num_changes(num_stages: int, num_ranks: int, num_microbatches: int, effort: float) -> int:
+    """Return the number of orders that `periodic_search` evaluates; 0 if these would be too few to help."""
+    actions = 3 * num_stages * num_evaluated(num_ranks, num_microbatches)
+    changes = int(effort * min(_CHANGES, _CHANGED // max(1, actions)))
+    return changes if actions and changes >= _FEW_CHANGES else 0
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:

@@ -12,7 +12,7 @@ from pipesched.program.search.moves import fuse, rotate, shift, split
 from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, Tables
 from pipesched.program.search.random_numbers import draw, start, state
 
-__all__ = ["DRAWS", "PATIENCE", "Annealer", "Cooling", "heats"]
+__all__ = ["DRAWS", "PATIENCE", "Annealer", "Cooling", "distance_of", "heats"]
 
 #: The number of values in ``PATIENCE``.
 DRAWS = 1024
@@ -34,8 +34,9 @@ class Cooling(NamedTuple):
     steps: int
 
 
-def heats(cooling: Cooling, mean: float) -> Whole:
-    """Return the temperatures of a run, in 1/256 of a unit of time. ``mean`` is the mean action time."""
+def heats(cooling: Cooling, orders: Sequences) -> Whole:
+    """Return the temperatures of a run, in 1/256 of a unit of time."""
+    mean = max(1, sum(map(int, orders.busy))) / max(1, sum(map(int, orders.lengths)))
     ratio = cooling.cold / cooling.hot
     falling = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
     return whole(round(heat * 256) for heat in falling)
@@ -79,11 +80,9 @@ class Annealer:
 
         """
         tables = self._tables
-        total = sum(best.busy)
-        mean = max(1, int(total)) / max(1, sum(best.lengths))
         start(self._memory.random, seed)
         copy(best, self._current)
-        heat = heats(cooling, mean)
+        heat = heats(cooling, best)
         steps = max(1, cooling.steps // _STAGES)
         found, ran = _anneal(tables, self._memory, self._current, best, _Run(makespan, goal, steps, heat, PATIENCE))
         return int(found), int(ran)
@@ -135,12 +134,12 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
 
 
 @compiled
-def _distance(bits: int) -> int:
+def distance_of(bits: int, far: int) -> int:
     """Convert random bits to the number of slots by which an action moves; negative for a move to the left.
 
-    The distance is at most 3 slots with a probability of 60 %, and otherwise at most 24 slots.
+    The distance is at most 3 slots with a probability of 60 %, and otherwise at most ``far`` slots.
     """
-    most = _NEAR if bits % 5 < 3 else _FAR
+    most = _NEAR if bits % 5 < 3 else far
     bits //= 5
     distance = 1 + (bits // 2) % most
     return distance if bits % 2 else -distance
@@ -154,7 +153,7 @@ def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most
     the same distance. If the first action cannot move, or if the new orders deadlock or take longer than ``most``,
     leave the orders unchanged and return UNFIT.
     """
-    distance = _distance(bits // 8)
+    distance = distance_of(bits // 8, _FAR)
     also = -1
     if bits % 4 == 0:
         also = _neighbour(tables, orders, orders.slots[slot], bits // 4 % 2 == 0)

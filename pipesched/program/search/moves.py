@@ -8,7 +8,7 @@ from pipesched.program.search.compiled import compiled
 from pipesched.program.search.evaluation import Sequences, hold
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Tables
 
-__all__ = ["fuse", "rotate", "shift", "split"]
+__all__ = ["ascends", "fuse", "rotate", "shift", "split"]
 
 
 @compiled
@@ -27,11 +27,13 @@ def ordered(tables: Tables, a: int, b: int) -> bool:
         return True
     if pair // tables.num_microbatches != other // tables.num_microbatches:
         return tables.needs[a] == tables.yields[b] or tables.needs[b] == tables.yields[a]
-    kind = a % KINDS
-    kind_of_other = b % KINDS
-    if kind == kind_of_other:
-        return True
-    return (kind == BACKWARD and kind_of_other != FORWARD) or (kind_of_other == BACKWARD and kind != FORWARD)
+    return ascends(a % KINDS, b % KINDS)
+
+
+@compiled
+def ascends(kind: int, other: int) -> bool:
+    """Return whether a stage runs these two kinds of actions in ascending order of micro-batches."""
+    return kind == other or (kind == BACKWARD and other != FORWARD) or (other == BACKWARD and kind != FORWARD)
 
 
 @compiled

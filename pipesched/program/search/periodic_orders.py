@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import Sequences, assign
+from pipesched.program.search.moves import ascends
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
 
 __all__ = [
@@ -83,9 +84,10 @@ def shortest_period(timed: Iterable[Sequence[Timed]]) -> int:
 
 
 def unit_of(problem: Problem, timed: Sequence[Iterable[Timed]], period: int, size: int) -> Unit:
-    """Return the unit in which all actions of ``size`` micro-batches start at the same times in each period.
+    """Return the unit that starts each of these actions once in every period, at the given time.
 
-    Such orders never deadlock, because they are sorted by time. With a longer period, ranks hold fewer micro-batches.
+    Its orders do not deadlock, unless actions that take no time start at the same time. With a longer period, ranks
+    hold fewer micro-batches.
 
     Args:
         problem: the problem.
@@ -150,14 +152,13 @@ def unroll(tables: Tables, unit: Unit, size: int, rank: int, orders: Sequences) 
 
 @compiled
 def ordered(action: int, microbatch: int, other: int, microbatch_of_other: int) -> bool:
-    """Return whether the order of two actions of one rank is fixed, as in `moves.ordered`."""
+    """Return whether the order of two actions of one rank is fixed.
+
+    Actions of different stages may change places, even if one waits for the other.
+    """
     if action // KINDS != other // KINDS:
         return False
-    kind = action % KINDS
-    kind_of_other = other % KINDS
-    if kind == kind_of_other or microbatch == microbatch_of_other:
-        return True
-    return (kind == BACKWARD and kind_of_other != FORWARD) or (kind_of_other == BACKWARD and kind != FORWARD)
+    return microbatch == microbatch_of_other or ascends(action % KINDS, other % KINDS)
 
 
 @compiled

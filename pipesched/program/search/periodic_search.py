@@ -6,9 +6,10 @@ micro-batches, and extrapolates their makespan to all micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipesched.program.search.annealing import DRAWS, PATIENCE, Cooling, heats
+from pipesched.program.search.annealing import DRAWS, PATIENCE, Cooling, distance_of, heats
 from pipesched.program.search.compiled import Whole, compiled
 from pipesched.program.search.evaluation import MOST, UNFIT, Clocks, Sequences, clocks, evaluate, hold, sequences
 from pipesched.program.search.periodic_orders import (
@@ -34,7 +35,7 @@ _PERIODS = 4  # the minimum number of periods of the evaluated orders
 _MOMENTS = 3  # the number of moments of a step from which a unit is taken
 _LONGER = 16  # each period tried is longer than the previous one by 1/16
 _HOT, _COLD = 0.3, 0.03
-_NEAR, _FAR = 3, 12  # the maximum distance in slots of a short and of a long move
+_FAR = 12  # the maximum distance of a move in slots
 
 
 class PeriodicSearch:
@@ -57,93 +58,129 @@ class PeriodicSearch:
         self._orders = sequences(self._tables)
         self._clocks = clocks(self._tables)
 
-    def run(self, sources: Sequence[tuple[Tables, Sequences]], steps: int) -> Sequences | None:
-        """Try random changes to the best units of the given orders; keep most changes that do not take longer.
+    def run(self, sources: Sequence[tuple[Tables, Sequences]], steps: int, goal: int) -> Iterator[Sequences]:
+        """Improve the best units of the given orders by simulated annealing.
 
         Args:
             sources: orders of ``problem`` or of ``fewer``, each with its tables.
-            steps: the number of changes to try. Half of them are for units of different sizes, and half for the best
-                of these units.
+            steps: the number of units to try. Half of the changes are for units of different sizes, and half are for
+                the best of these units.
+            goal: the makespan at which the annealing of a unit ends.
 
-        Returns:
-            Orders for all micro-batches, which may exceed a limit; None if no unit was found.
+        Yields:
+            Orders for all micro-batches, the best first. They may exceed a limit, because a rank may hold more
+            micro-batches than in the evaluated orders.
 
         """
+        timed = [_Source(tables, orders) for tables, orders in sources]
         sizes = [size for size in _SIZES if size * _PERIODS <= self._tables.num_microbatches]
-        started = [found for size in sizes if (found := self._start(sources, size)) is not None]
-        if not started:
-            return None
-        annealed = [self._annealed(found, steps // 2 // len(started), seed=0) for found in started]
-        best = self._annealed(min(annealed, key=lambda found: found.makespan), steps // 2, seed=1)
-        orders = sequences(self._problem.tables)
-        for rank in range(self._problem.num_ranks):
-            unroll(self._problem.tables, best.unit, best.size, rank, orders)
-        return orders
+        found = [unit for size in sizes if (unit := self._start(timed, size)) is not None]
+        left = max(0, steps - self.ran)
+        if found and left:
+            found = [self._annealed(each, left // 2 // len(found), goal, seed=0) for each in found]
+            found.append(self._annealed(min(found), left // 2, goal, seed=1))
+        for each in sorted(found):
+            orders = sequences(self._problem.tables)
+            for rank in range(self._problem.num_ranks):
+                unroll(self._problem.tables, each.unit, each.size, rank, orders)
+            yield orders
 
-    def _start(self, sources: Sequence[tuple[Tables, Sequences]], size: int) -> "_Found | None":
+    def _start(self, sources: Sequence["_Source"], size: int) -> "_Found | None":
         """Return the best unit of this size in which actions start at the same times as in the given orders."""
-        found: list[_Found] = []
-        for tables, orders in sources:
-            busiest = max(map(int, orders.busy)) * size // tables.num_microbatches
-            for timed in _moments(tables, orders, size):
-                found += self._fitting(timed, busiest, size)
-        return min(found, key=lambda each: each.makespan, default=None)
+        every = (
+            self._fitting(timed, source.busiest * size, size) for source in sources for timed in source.moments(size)
+        )
+        return min((found for found in every if found is not None), default=None)
 
-    def _fitting(self, timed: Sequence[Sequence[Timed]], busiest: int, size: int) -> Iterator["_Found"]:
-        """Yield the unit with the shortest period, at least ``busiest``, for which its orders fit."""
-        period = max(busiest, shortest_period(timed))
-        life = max(each.start for own in timed for each in own)
-        while period <= life:
-            unit = unit_of(self._fewer, timed, period, size)
+    def _fitting(self, timed: Sequence[Sequence[Timed]], busiest: int, size: int) -> "_Found | None":
+        """Return a unit with a short period whose orders fit, by bisection; None if none fits."""
+        shortest = max(busiest, shortest_period(timed))
+        longest = max(each.start for own in timed for each in own)
+        periods = [shortest]
+        while periods[-1] < longest:
+            periods.append(periods[-1] + periods[-1] // _LONGER + 1)
+        found = None
+        low, high = 0, len(periods)
+        while low < high:
+            middle = (low + high) // 2
+            unit = unit_of(self._fewer, timed, periods[middle], size)
             makespan = self._estimate(unit, size)
-            if makespan != UNFIT:
-                yield _Found(makespan, size, unit)
-                return
-            period += period // _LONGER + 1
+            if makespan == UNFIT:
+                low = middle + 1
+            else:
+                high = middle
+                found = _Found(makespan, size, unit)
+        return found
 
     def _estimate(self, unit: Unit, size: int) -> int:
-        """Write the orders of a unit. Return their extrapolated makespan, or UNFIT if they exceed a limit."""
+        """Write the orders of a unit. Return their extrapolated makespan; UNFIT if they deadlock or exceed a limit."""
         self.ran += 1
-        fits = True
         for rank in range(self._tables.num_ranks):
-            fits &= bool(_write(self._tables, unit, size, rank, self._orders))
-        if not fits:
-            return UNFIT
+            if not _write(self._tables, unit, size, rank, self._orders):
+                return UNFIT
         return int(_extrapolated(self._tables, self._clocks, self._orders, self._span(size), MOST))
 
     def _span(self, size: int) -> "_Span":
         count = self._tables.num_microbatches
         return _Span(count // 2 // size * size, self._problem.num_microbatches - count)
 
-    def _annealed(self, found: "_Found", steps: int, seed: int) -> "_Found":
+    def _annealed(self, found: "_Found", steps: int, goal: int, seed: int) -> "_Found":
         """Anneal a unit, and return the best unit found."""
         size = found.size
         best, unit, kept = (blank_unit(self._fewer, size) for _ in range(3))
         assign_unit(found.unit, best)
         assign_unit(found.unit, unit)
-        self._estimate(unit, size)
+        self._estimate(unit, size)  # writes the orders that the changes start from
         memory = _Memory(self._clocks, self._orders, kept, state())
         start(memory.random, seed)
-        mean = sum(map(int, self._orders.busy)) / sum(map(int, self._orders.lengths))
-        heat = heats(Cooling(_HOT, _COLD, steps), mean)
-        run = _Run(size, self._span(size), found.makespan, max(1, steps // len(heat)), heat, PATIENCE)
+        heat = heats(Cooling(_HOT, _COLD, steps), self._orders)
+        run = _Run(size, self._span(size), found.makespan, goal, max(1, steps // len(heat)), heat, PATIENCE)
         makespan, ran = _anneal(self._tables, memory, unit, best, run)
         self.ran += int(ran)
         return _Found(int(makespan), size, best)
 
 
-class _Found(NamedTuple):
+@dataclass(order=True)
+class _Found:
     """A unit, the number of its micro-batches, and the extrapolated makespan of its orders."""
 
     makespan: int
     size: int
-    unit: Unit
+    unit: Unit = field(compare=False)
+
+
+class _Source:
+    """Orders from which units are taken.
+
+    Args:
+        tables: the problem.
+        orders: orders that do not deadlock.
+
+    Attributes:
+        busiest: the largest time of a rank's actions, divided by the number of micro-batches.
+
+    """
+
+    def __init__(self, tables: Tables, orders: Sequences) -> None:
+        own = clocks(tables)
+        evaluate(tables, own, orders, MOST)
+        self._count = tables.num_microbatches
+        self._ranks = [_timed(tables, own, orders, rank) for rank in range(tables.num_ranks)]
+        self.busiest = max(map(int, orders.busy)) // self._count
+
+    def moments(self, size: int) -> Iterator[list[list[Timed]]]:
+        """Yield the actions of ``size`` micro-batches for each rank, for several moments of a step."""
+        for moment in range(1, _MOMENTS + 1):
+            first = self._count * moment // (_MOMENTS + 2)
+            ranks = [[each for each in timed if first <= each.microbatch < first + size] for timed in self._ranks]
+            origin = min(each.start for timed in ranks for each in timed)
+            yield [[Timed(each.start - origin, each.action, each.microbatch - first) for each in own] for own in ranks]
 
 
 class _Span(NamedTuple):
     """How a makespan is extrapolated to more micro-batches."""
 
-    #: The number of micro-batches, the last ones, from which the time of a period is measured.
+    #: The time of a period is measured over this number of micro-batches, the last ones.
     microbatches: int
     #: The number of micro-batches that are not evaluated.
     more: int
@@ -167,24 +204,12 @@ class _Run(NamedTuple):
     size: int
     span: _Span
     makespan: int
+    goal: int
     #: The number of changes at each temperature.
     steps: int
     #: The temperatures, in 1/256 of a unit of time.
     heat: Whole
     patience: Whole
-
-
-def _moments(tables: Tables, orders: Sequences, size: int) -> Iterator[list[list[Timed]]]:
-    """Yield the timed actions of ``size`` micro-batches for each rank, for several moments of a step."""
-    own = clocks(tables)
-    evaluate(tables, own, orders, MOST)
-    count = tables.num_microbatches
-    ranks = [_timed(tables, own, orders, rank) for rank in range(tables.num_ranks)]
-    for moment in range(1, _MOMENTS + 1):
-        first = count * moment // (_MOMENTS + 2)
-        chosen = [[each for each in timed if first <= each.microbatch < first + size] for timed in ranks]
-        origin = min(each.start for timed in chosen for each in timed)
-        yield [[Timed(each.start - origin, each.action, each.microbatch - first) for each in timed] for timed in chosen]
 
 
 def _timed(tables: Tables, clocks: Clocks, orders: Sequences, rank: int) -> list[Timed]:
@@ -213,20 +238,22 @@ def _write(tables: Tables, unit: Unit, size: int, rank: int, orders: Sequences) 
 def _extrapolated(tables: Tables, clocks: Clocks, orders: Sequences, span: _Span, most: int) -> int:
     """Return the makespan of the orders, extrapolated to all micro-batches.
 
-    Return UNFIT if the orders deadlock. If the result would be above ``most``, it may also be UNFIT.
+    Return UNFIT if the orders deadlock, or if the result is above ``most``.
     """
     count = tables.num_microbatches
     busiest = 0
     for rank in range(tables.num_ranks):
         busiest = max(busiest, orders.busy[rank])
-    makespan = evaluate(tables, clocks, orders, most - span.more * busiest // count)
+    added = span.more * busiest // count
+    makespan = evaluate(tables, clocks, orders, most - added)
     if makespan == UNFIT:
         return UNFIT
     growth = 0
     for row in range(2 * tables.num_stages):
         last = row * count + count - 1
         growth = max(growth, clocks.done[last] - clocks.done[last - span.microbatches])
-    return makespan + span.more * growth // span.microbatches
+    makespan += max(added, span.more * growth // span.microbatches)
+    return makespan if makespan <= most else UNFIT
 
 
 @compiled
@@ -239,18 +266,22 @@ def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: _Run) 
     ran = 0
     for heat in run.heat:
         for _ in range(run.steps):
+            if shortest <= run.goal:
+                return shortest, ran
             rank = draw(random) % tables.num_ranks
             at = unit.first[rank] + draw(random) % unit.lengths[rank]
             bits = draw(random)
             rise = heat * run.patience[bits % DRAWS] >> 24
             most = current + rise + rise * run.span.more // tables.num_microbatches
             assign_rank(unit, memory.kept, rank)
+            if not _change(tables, unit, run.size, rank, at, bits // DRAWS):
+                assign_rank(memory.kept, unit, rank)
+                continue
+            ran += 1
             found = UNFIT
-            if _change(tables, unit, run.size, rank, at, bits // DRAWS):
-                ran += 1
-                if _write(tables, unit, run.size, rank, orders):
-                    found = _extrapolated(tables, memory.clocks, orders, run.span, most)
-            if found == UNFIT or found > most:
+            if _write(tables, unit, run.size, rank, orders):
+                found = _extrapolated(tables, memory.clocks, orders, run.span, most)
+            if found == UNFIT:
                 assign_rank(memory.kept, unit, rank)
                 _write(tables, unit, run.size, rank, orders)
                 continue
@@ -266,12 +297,7 @@ def _change(tables: Tables, unit: Unit, size: int, rank: int, at: int, bits: int
     """Change a rank's sequence at the action in a slot. Return whether the change succeeded."""
     kind = unit.actions[at] % KINDS
     combines = tables.fuses and kind != FORWARD and bits % 16 < 5
-    bits //= 16
-    most = _NEAR if bits % 5 < 3 else _FAR
-    bits //= 5
-    distance = 1 + bits // 2 % most
-    if bits % 2:
-        distance = -distance
+    distance = distance_of(bits // 16, _FAR)
     if not combines:
         return shift(unit, size, rank, at, distance) != 0
     if kind != BACKWARD:

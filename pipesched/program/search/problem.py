@@ -8,13 +8,30 @@ from typing import NamedTuple
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.search.compiled import Whole, whole
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT_GRAD", "KINDS", "ROUNDS", "WEIGHT_GRAD", "Problem", "Resource", "Tables"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INPUT_GRAD",
+    "KINDS",
+    "ROUNDS",
+    "WEIGHT_GRAD",
+    "Problem",
+    "Resource",
+    "Tables",
+    "num_evaluated",
+]
 
 #: The kinds of actions. An action's code is (stage x number of micro-batches + micro-batch) x KINDS + kind.
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD = range(4)
 KINDS = 4
 #: If a step has more than this number of micro-batches per rank, orders are first improved for this number.
 ROUNDS = 4
+_FEWEST = 16
+
+
+def num_evaluated(num_ranks: int, num_microbatches: int) -> int:
+    """Return the number of micro-batches for which `periodic_search` evaluates orders; 0 for too few micro-batches."""
+    return min(num_microbatches, max(ROUNDS * num_ranks, _FEWEST)) if num_microbatches >= _FEWEST else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from pipesched.program.search.compiled import Whole
 from pipesched.program.search.evaluation import MOST, UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
 from pipesched.program.search.list_orders import FUSED, progress_of, rules, write
 from pipesched.program.search.periodic_search import PeriodicSearch
-from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, ROUNDS, WEIGHT_GRAD, Problem
+from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, ROUNDS, WEIGHT_GRAD, Problem, num_evaluated
 from pipesched.program.search.rule_search import RuleSearch
 
 __all__ = ["Found", "search"]
@@ -55,8 +55,8 @@ def search(
         lists: the maximum number of list schedules to write by rules that make the same choices for all ranks.
         climbs: the maximum number of list schedules to write to improve the best of these rules, with separate choices
             for each rank. Default: 0.
-        changes: the number of changes to try on orders that repeat in every period, if there are many micro-batches.
-            Default: 0.
+        changes: the number of changes to try on a unit that the orders repeat (see `periodic_search`), if there are at
+            least 16 equal micro-batches. Default: 0.
 
     """
     return _Search(problem, steps, lists, climbs, changes).run(known)
@@ -95,7 +95,7 @@ class _Search:
         if not self._starts:
             return None
         self._starts.sort()
-        for improve in (self._repeat, self._search_beam):
+        for improve in (self._search_units, self._search_beam):
             if not self._done:
                 improve()
                 self._starts.sort()
@@ -185,23 +185,22 @@ class _Search:
         if best.makespan != UNFIT:
             self._add(best.orders)
 
-    def _repeat(self) -> None:
-        """Search for orders that repeat a unit, unless there are few micro-batches or the bound is close.
+    def _search_units(self) -> None:
+        """Search for orders that repeat a unit, if there are many equal micro-batches and the bound is far.
 
-        With many micro-batches, orders are evaluated for fewer. Otherwise, units seldom help if the bound is not far.
+        With more micro-batches than needed, units are evaluated for fewer. Otherwise, a unit seldom helps unless the
+        best makespan is far above the bound.
         """
         problem = self._problem
-        fewer = problem.shortened(max(ROUNDS * problem.num_ranks, _FEWEST))
-        close = _CLOSE if fewer else _CLOSE_IF_FEW
-        known = self._different(_SOURCES)
-        near = known[0].makespan <= self._bound + self._bound // close
-        if near or self._changes < _FEW_CHANGES or problem.num_microbatches < _FEWEST or not problem.is_uniform:
+        fewer = problem.shortened(num_evaluated(problem.num_ranks, problem.num_microbatches))
+        near = self._bound + self._bound // (_CLOSE if fewer else _CLOSE_IF_FEW)
+        if not self._changes or self._starts[0].makespan <= near or not problem.is_uniform or not all(problem.chunks):
             return
         periodic = PeriodicSearch(problem, fewer or problem)
-        found = periodic.run([(self._tables, start.orders) for start in known], self._changes)
+        sources = [(self._tables, start.orders) for start in self._different(_SOURCES)]
+        for orders in periodic.run(sources, self._changes, 0 if fewer else self._bound):
+            self._add(orders)
         self._tried += periodic.ran
-        if found is not None:
-            self._add(found)
 
     def _search_beam(self) -> None:
         """Write orders by beam search, if there are few actions. This reduces the number of annealing steps.
@@ -323,10 +322,8 @@ _HOT_SHARE = 6  # one in this many annealing runs starts at a high temperature
 _SHORTEST = 800  # the maximum number of steps of a run, unless there are steps for more than _RUNS runs
 _SHARE = 8  # after a search with fewer micro-batches, 1/8 as many list schedules are written with all micro-batches
 _SOURCES = 2  # the number of orders from which the first units are taken
-_FEWEST = 16  # the minimum number of micro-batches for which periodic search evaluates orders
-_FEW_CHANGES = 500  # with fewer changes, units are not searched
-_CLOSE = 100  # with many micro-batches, units are searched if the best makespan exceeds the bound by more than 1/100
-_CLOSE_IF_FEW = 10  # with few micro-batches, units are searched if the best makespan exceeds the bound by 1/10
+_CLOSE = 100  # units are searched if the best makespan exceeds the bound by more than 1/100
+_CLOSE_IF_FEW = 10  # with few micro-batches, units are searched if it exceeds the bound by more than 1/10
 _HOT = (1.0, 0.05)
 _WARM = (0.3, 0.02)
 _COLD = (0.1, 0.01)
