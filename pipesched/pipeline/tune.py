@@ -40,6 +40,7 @@ __all__ = ["tune"]
 
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
 _CONFIRMED = 3  # the default number of plans in trial runs
+_SEARCHES = 3  # with trial runs, tune searches up to three times; a measured step varies more than the effort matters
 _PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
@@ -129,7 +130,7 @@ def tune(
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which means True if the profile has a ``host_bytes_per_s`` and the devices are not CPUs.
         effort: the maximum number of actions that a search simulates. For the schedule ``searched``, the search for an
-            order of actions may simulate three times as many. Default: 3,000,000.
+            order of actions may simulate three times as many. Default: 3,000,000, or 1,000,000 if plans also run.
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
             batch_size counts the rows of all replicas; num_microbatches counts the micro-batches of one replica.
@@ -224,7 +225,7 @@ def tune(
             ranks_are=ranks_are,
             num_cores=cores_of(list(map(torch.device, places))) if devices or mesh is not None else None,
             offload=offload,
-            effort=EFFORT if effort is None else effort,
+            effort=effort or (EFFORT // _SEARCHES if count else EFFORT),
         )
         with _bar(progress) as told:
             plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)

@@ -116,6 +116,25 @@ def test_only_the_size_of_a_given_number_of_micro_batches_is_measured(monkeypatc
         assert sorted(profiles.pop().graphs) == sizes
 
 
+def test_searches_between_trial_runs_take_less_effort(monkeypatch):
+    from pipesched.pipeline import tune as tuning
+
+    efforts = []
+
+    def confirmed_plan(search, *args):
+        efforts.append(search.effort)
+        return tuning.find_plan(search)
+
+    monkeypatch.setattr(tuning, "confirmed_plan", confirmed_plan)
+    known = profiled(model(), torch.randn(2, 8))
+    for effort in (None, 5000):
+        found = pipesched.tune(
+            model(), torch.randn(2, 8), devices=["cpu"] * 2, batch_size=8, profile=known, effort=effort
+        )
+        assert found.schedule
+    assert efforts == [tuning.EFFORT // 3, 5000]
+
+
 def test_devices_that_only_wait_are_not_used():
     with made(model(), search=Search(links=Links(inside=Link(latency_s=1000.0)))) as pipe:
         assert pipe.plan.program.num_ranks == 1

@@ -63,8 +63,8 @@ class PeriodicSearch:
 
         Args:
             sources: orders of ``problem`` or of ``fewer``, each with its tables.
-            steps: the number of units to try. Half of the changes are for units of different sizes, and half are for
-                the best of these units.
+            steps: the number of units to try. Of the steps that remain after the first units, half change the best
+                unit of each size, and half change the best of all units.
             goal: the makespan at which the annealing of a unit ends.
 
         Yields:
