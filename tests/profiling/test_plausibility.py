@@ -64,7 +64,7 @@ class SlowBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         SlowBackward.calls += 1
-        time.sleep(0.002)
+        time.sleep(0.01)  # long compared with a delay on a busy machine
         return grad * 2
 
 
