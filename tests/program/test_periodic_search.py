@@ -16,7 +16,16 @@ from pipesched.program.search.evaluation import MOST, UNFIT, clocks, evaluate, h
 from pipesched.program.search.list_orders import progress_of, rules, write
 from pipesched.program.search.periodic_orders import Timed, fuse, shift, shortest_period, split, unit_of, unroll
 from pipesched.program.search.periodic_search import PeriodicSearch
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
+from pipesched.program.search.problem import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    KINDS,
+    WEIGHT_GRAD,
+    Problem,
+    Resource,
+    num_evaluated,
+)
 from pipesched.program.search.search import search
 from tests.support.random_programs import quick
 
@@ -235,8 +244,9 @@ def test_units_are_searched_only_for_many_equal_microbatches():
     assert found_with(own, 600).evaluations > found_with(own, 0).evaluations
     longer = replace(own, times=[[[*row[:-1], row[-1] + 1] for row in table] for table in own.times])
     assert found_with(longer, 600) == found_with(longer, 0)
-    assert num_changes(4, 2, 16, 1) > 0 == num_changes(4, 2, 15, 1)  # too few micro-batches
-    assert num_changes(4, 2, 16, 0.01) == 0  # too little effort
+    many, few = (3 * 4 * num_evaluated(2, count) for count in (16, 15))
+    assert num_changes(many, 1) > 0 == num_changes(few, 1)  # too few micro-batches
+    assert num_changes(many, 0.01) == 0  # too little effort
 
 
 def test_the_schedule_searched_uses_units(monkeypatch):

@@ -257,9 +257,8 @@ def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
 def _cost(candidate: Candidate, share: float) -> float:
     """Return the cost, in actions, of a search with this share of the default effort of `searched`."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
-    counts = candidate.num_stages, candidate.num_ranks, candidate.num_microbatches
-    evaluated = 3 * candidate.num_stages * num_evaluated(*counts[1:])
-    steps = num_steps(actions, share) * actions + num_changes(*counts, share) * evaluated
+    evaluated = 3 * candidate.num_stages * num_evaluated(candidate.num_ranks, candidate.num_microbatches)
+    steps = num_steps(actions, share) * actions + num_changes(evaluated, share) * evaluated
     return float(actions * num_lists(actions, share) * _A_LIST + steps * _A_STEP)
 
 

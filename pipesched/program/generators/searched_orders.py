@@ -130,7 +130,7 @@ def searched_orders(
         steps=num_steps(actions, effort),
         lists=num_lists(actions, effort),
         climbs=_climbs(shape, effort),
-        changes=num_changes(shape.num_stages, shape.num_ranks, shape.num_microbatches, effort),
+        changes=num_changes(3 * shape.num_stages * num_evaluated(shape.num_ranks, shape.num_microbatches), effort),
     )
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
@@ -160,9 +160,11 @@ def _climbs(shape: Shape, effort: float) -> int:
     return int(effort * min(_CLIMBS, _CLIMBED // actions))
 
 
-def num_changes(num_stages: int, num_ranks: int, num_microbatches: int, effort: float) -> int:
-    """Return the number of orders that `periodic_search` evaluates; 0 if these would be too few to help."""
-    actions = 3 * num_stages * num_evaluated(num_ranks, num_microbatches)
+def num_changes(actions: int, effort: float) -> int:
+    """Return the number of orders that `periodic_search` evaluates, with this number of actions each.
+
+    Returns 0 if these would be too few orders to help, or if there are no actions (see `num_evaluated`).
+    """
     changes = int(effort * min(_CHANGES, _CHANGED // max(1, actions)))
     return changes if actions and changes >= _FEW_CHANGES else 0
 

@@ -12,14 +12,14 @@ from pipesched.program.search.moves import fuse, rotate, shift, split
 from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, Tables
 from pipesched.program.search.random_numbers import draw, start, state
 
-__all__ = ["DRAWS", "PATIENCE", "Annealer", "Cooling", "distance_of", "heats"]
+__all__ = ["DRAWS", "Annealer", "Cooling", "Run", "distance_of", "rise", "run_of"]
 
-#: The number of values in ``PATIENCE``.
+#: The number of random values that ``rise`` tells apart.
 DRAWS = 1024
 _ONE = 1 << 16  # fixed point: 1.0
 _STAGES = 64  # the number of temperatures of a run
 #: -ln(u) for equally likely values of u between 0 and 1, in fixed point.
-PATIENCE = whole(round(-math.log((draw + 0.5) / DRAWS) * _ONE) for draw in range(DRAWS))
+_PATIENCE = whole(round(-math.log((draw + 0.5) / DRAWS) * _ONE) for draw in range(DRAWS))
 _NEAR, _FAR = 3, 24  # the maximum distance in slots of a short and of a long move
 
 
@@ -32,14 +32,6 @@ class Cooling(NamedTuple):
     hot: float
     cold: float
     steps: int
-
-
-def heats(cooling: Cooling, orders: Sequences) -> Whole:
-    """Return the temperatures of a run, in 1/256 of a unit of time."""
-    mean = max(1, sum(map(int, orders.busy))) / max(1, sum(map(int, orders.lengths)))
-    ratio = cooling.cold / cooling.hot
-    falling = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
-    return whole(round(heat * 256) for heat in falling)
 
 
 class _Memory(NamedTuple):
@@ -82,13 +74,12 @@ class Annealer:
         tables = self._tables
         start(self._memory.random, seed)
         copy(best, self._current)
-        heat = heats(cooling, best)
-        steps = max(1, cooling.steps // _STAGES)
-        found, ran = _anneal(tables, self._memory, self._current, best, _Run(makespan, goal, steps, heat, PATIENCE))
+        run = run_of(best, makespan, cooling, goal)
+        found, ran = _anneal(tables, self._memory, self._current, best, run)
         return int(found), int(ran)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """The parameters of an annealing run."""
 
     makespan: int
@@ -100,8 +91,23 @@ class _Run(NamedTuple):
     patience: Whole
 
 
+def run_of(orders: Sequences, makespan: int, cooling: Cooling, goal: int) -> Run:
+    """Return the parameters of a run that starts from the given orders."""
+    mean = max(1, sum(map(int, orders.busy))) / max(1, sum(map(int, orders.lengths)))
+    ratio = cooling.cold / cooling.hot
+    heats = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
+    heat = whole(round(value * 256) for value in heats)
+    return Run(makespan, goal, max(1, cooling.steps // _STAGES), heat, _PATIENCE)
+
+
 @compiled
-def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences, run: _Run) -> tuple[int, int]:
+def rise(run: Run, heat: int, bits: int) -> int:
+    """Return the time by which a change may make the makespan longer, from random bits."""
+    return heat * run.patience[bits % DRAWS] >> 24
+
+
+@compiled
+def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences, run: Run) -> tuple[int, int]:
     random = memory.random
     slots = len(tables.rank_of_slot)
     current = run.makespan
@@ -117,7 +123,7 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
             if slot >= tables.first[rank] + orders.lengths[rank]:
                 continue
             bits = draw(random)
-            most = current + (heat * run.patience[bits % DRAWS] >> 24)
+            most = current + rise(run, heat, bits)
             bits //= DRAWS
             kind = orders.slots[slot] % KINDS
             if tables.fuses and kind != FORWARD and bits % 16 < 5:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipesched.program.search.annealing import DRAWS, PATIENCE, Cooling, distance_of, heats
+from pipesched.program.search.annealing import DRAWS, Cooling, Run, distance_of, rise, run_of
 from pipesched.program.search.compiled import Whole, compiled
 from pipesched.program.search.evaluation import MOST, UNFIT, Clocks, Sequences, clocks, evaluate, hold, sequences
 from pipesched.program.search.periodic_orders import (
@@ -133,9 +133,9 @@ class PeriodicSearch:
         self._estimate(unit, size)  # writes the orders that the changes start from
         memory = _Memory(self._clocks, self._orders, kept, state())
         start(memory.random, seed)
-        heat = heats(Cooling(_HOT, _COLD, steps), self._orders)
-        run = _Run(size, self._span(size), found.makespan, goal, max(1, steps // len(heat)), heat, PATIENCE)
-        makespan, ran = _anneal(self._tables, memory, unit, best, run)
+        run = run_of(self._orders, found.makespan, Cooling(_HOT, _COLD, steps), goal)
+        period = _Period(size, self._span(size))
+        makespan, ran = _anneal(self._tables, memory, unit, best, run, period)
         self.ran += int(ran)
         return _Found(int(makespan), size, best)
 
@@ -198,18 +198,11 @@ class _Memory(NamedTuple):
     random: Whole
 
 
-class _Run(NamedTuple):
-    """The parameters of an annealing run."""
+class _Period(NamedTuple):
+    """The number of micro-batches of a unit, and how the makespan of its orders is extrapolated."""
 
     size: int
     span: _Span
-    makespan: int
-    goal: int
-    #: The number of changes at each temperature.
-    steps: int
-    #: The temperatures, in 1/256 of a unit of time.
-    heat: Whole
-    patience: Whole
 
 
 def _timed(tables: Tables, clocks: Clocks, orders: Sequences, rank: int) -> list[Timed]:
@@ -257,7 +250,7 @@ def _extrapolated(tables: Tables, clocks: Clocks, orders: Sequences, span: _Span
 
 
 @compiled
-def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: _Run) -> tuple[int, int]:
+def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: Run, period: _Period) -> tuple[int, int]:
     """Anneal ``unit``, write the best unit to ``best``, and return its makespan and the number of evaluated orders."""
     random = memory.random
     orders = memory.orders
@@ -271,19 +264,19 @@ def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: _Run) 
             rank = draw(random) % tables.num_ranks
             at = unit.first[rank] + draw(random) % unit.lengths[rank]
             bits = draw(random)
-            rise = heat * run.patience[bits % DRAWS] >> 24
-            most = current + rise + rise * run.span.more // tables.num_microbatches
+            more = rise(run, heat, bits)
+            most = current + more + more * period.span.more // tables.num_microbatches
             assign_rank(unit, memory.kept, rank)
-            if not _change(tables, unit, run.size, rank, at, bits // DRAWS):
+            if not _change(tables, unit, period.size, rank, at, bits // DRAWS):
                 assign_rank(memory.kept, unit, rank)
                 continue
             ran += 1
             found = UNFIT
-            if _write(tables, unit, run.size, rank, orders):
-                found = _extrapolated(tables, memory.clocks, orders, run.span, most)
+            if _write(tables, unit, period.size, rank, orders):
+                found = _extrapolated(tables, memory.clocks, orders, period.span, most)
             if found == UNFIT:
                 assign_rank(memory.kept, unit, rank)
-                _write(tables, unit, run.size, rank, orders)
+                _write(tables, unit, period.size, rank, orders)
                 continue
             current = found
             if found < shortest:

@@ -192,9 +192,11 @@ class _Search:
         best makespan is far above the bound.
         """
         problem = self._problem
+        if not self._changes or not problem.is_uniform or not all(problem.chunks):
+            return
         fewer = problem.shortened(num_evaluated(problem.num_ranks, problem.num_microbatches))
         near = self._bound + self._bound // (_CLOSE if fewer else _CLOSE_IF_FEW)
-        if not self._changes or self._starts[0].makespan <= near or not problem.is_uniform or not all(problem.chunks):
+        if self._starts[0].makespan <= near:
             return
         periodic = PeriodicSearch(problem, fewer or problem)
         sources = [(self._tables, start.orders) for start in self._different(_SOURCES)]
