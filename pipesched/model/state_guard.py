@@ -3,8 +3,8 @@
 import copy
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from operator import is_
 from typing import Any
@@ -228,19 +228,24 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 @contextmanager
-def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
+def _bits_kept(*, copied: Iterable[Tensor], watched: Collection[Tensor] = ()) -> Iterator[list[Tensor]]:
     """Restore the bits of tensors after the ``with`` block.
 
     Yields a list that, after the block, holds the tensors that were written to.
 
-    Tensors in ``copied`` are copied beforehand, so writes by any thread are undone. Other tensors are copied just
-    before an operation of this thread writes to them.
+    Args:
+        copied: tensors that are copied beforehand, so that writes by any thread are undone.
+        watched: tensors that are copied just before an operation of this thread writes to them. Watching slows down
+            every operation of this thread. Default: none.
+
     """
     before = {id(tensor): copy.deepcopy(tensor.data) for tensor in copied if not is_expanded(tensor)}
+    tensors = {id(tensor): tensor for tensor in (*copied, *watched)}.values()
     own = [(tensor, tensor.data) for tensor in tensors if not (is_lazy(tensor) or is_expanded(tensor))]
     written: list[Tensor] = []
+    watch = _CopiesOfWritten([tensor for tensor, _ in own])
     try:
-        with _CopiesOfWritten([tensor for tensor, _ in own]) as watch:
+        with watch if watched else nullcontext():
             yield written
     finally:
         for tensor, data in own:
@@ -317,7 +322,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
         _modes_kept(held),
         torch.random.fork_rng(),
         outside_kept(),
-        _bits_kept(tensors, {id(buffer): buffer for *_, buffer in places}.values()) as written,
+        _bits_kept(copied=[buffer for *_, buffer in places], watched=tensors) as written,
         _attributes_kept(held),
     ):
         if mode != model.training:
@@ -345,7 +350,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
     own = [one for one in _held_by(roots, functions=False) if isinstance(one, Tensor)]
     others = [one for one in own if not isinstance(one, nn.Parameter) and _memory(one) not in weights]
     modules = [one for one in held if isinstance(one, nn.Module)]
-    with _modes_kept(held), _bits_kept(others, others), _gradients_aside(tensors), attributes_kept(modules):
+    with _modes_kept(held), _bits_kept(copied=others), _gradients_aside(tensors), attributes_kept(modules):
         yield
 
 
