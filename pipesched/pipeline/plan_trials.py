@@ -32,7 +32,7 @@ __all__ = ["Trial"]
 _ROUNDS = 10  # the maximum number of turns per plan; turns are short, so a slowdown of the machine affects all plans
 _STEPS = 2  # measured steps per turn, after one warm-up step
 _LEAST_ROUNDS = 4  # the minimum number of turns per plan before the trials may end because the result is clear
-_ENOUGH_S = 7.0  # another round of turns starts only if it will probably end within this number of seconds
+_ENOUGH_S = 5.0  # another turn starts only if the trials will probably end within this number of seconds
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,17 @@ class Trial:
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
     host: RankHost  #: the host of the ranks; also makes processes agree on values
     batch_size: int
+    runs_all: bool = True  #: whether to run every plan; False: run as many as the time allows, but at least one
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         """Run the plans in turn, and return a list of measured steps for each plan.
 
         In one process, the list is empty for a plan that runs out of device memory, and the error is raised only if no
-        plan fits. Over a mesh, the error is always raised. Collective over a mesh.
+        plan fits. Over a mesh, the error is always raised. The list is also empty for a plan that did not run because
+        the steps of earlier plans took too long (see ``runs_all``). Collective over a mesh.
 
         Args:
-            plans: the plans to run.
+            plans: the plans to run, the most important plan first.
             told: a function that is called each time a plan has run a few steps. The argument is the progress, a number
                 from 0 to 1. The trials may end before the progress reaches 1.
 
@@ -71,6 +73,9 @@ class Trial:
             fit = list(range(len(plans)))
             for turn in range(_ROUNDS):
                 for number in [*fit]:
+                    if not (turn or self.runs_all) and self.host.agreed(partial(_is_late, number, begin, steps)):
+                        fit = [other for other in fit if other < number]
+                        break
                     try:
                         steps[number] += self._steps(turn_of(number), args, kwargs, target)
                     except torch.OutOfMemoryError:
@@ -79,13 +84,9 @@ class Trial:
                         fit.remove(number)
                         steps[number].clear()
                     told((turn + (number + 1) / len(plans)) / _ROUNDS)
-                if self.host.agreed(partial(self._is_enough, turn + 1, begin, steps)):
+                if self.host.agreed(partial(_is_enough, turn + 1, begin, steps)):
                     break
         return steps
-
-    def _is_enough(self, rounds: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
-        with_another_s = (time.perf_counter() - begin) * (rounds + 1) / rounds
-        return with_another_s > _ENOUGH_S or (rounds >= _LEAST_ROUNDS and settled(steps))
 
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):
@@ -135,6 +136,21 @@ class Trial:
                 return pipes[number]
 
             yield turn_of
+
+
+def _is_enough(rounds: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
+    """Return whether the trials should end after this number of rounds, which began at ``begin``."""
+    return _is_late(rounds, begin, steps) or (rounds >= _LEAST_ROUNDS and settled(steps))
+
+
+def _is_late(turns: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
+    """Return whether one more turn, as long as the previous ``turns`` on average, would end too late.
+
+    The result is False if no plan has run yet.
+    """
+    if not any(steps):
+        return False
+    return (time.perf_counter() - begin) * (turns + 1) / turns > _ENOUGH_S
 
 
 @contextmanager

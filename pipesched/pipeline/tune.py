@@ -40,7 +40,7 @@ __all__ = ["tune"]
 
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
 _CONFIRMED = 3  # the default number of plans in trial runs
-_SEARCHES = 3  # with trial runs, tune searches up to three times; a measured step varies more than the effort matters
+_EFFORT_WITH_TRIALS = EFFORT // 10  # for each of two searches; measured steps vary more than this effort matters
 _PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
@@ -86,12 +86,12 @@ def tune(
 
     tune measures the model's layers with the sample, or reads the layers' costs from a Profile, and searches for plans.
     If you pass a model and devices, the plans with the shortest predicted steps then run on these devices, in up to ten
-    rounds. In each round, every plan runs three steps. No further round starts if it would probably end more than seven
-    seconds after the start of the first round. tune then corrects the layer costs with the measured times, searches
-    once more with the corrected costs, and returns the plan with the shortest measured step. If several plans are
-    equally fast within noise, tune returns the plan with the shortest expected step time, which is a mean of the
-    predicted and the measured step time. ``Plan.alternatives`` lists the other plans with their predicted and measured
-    times. Without trial runs, identical profiles give identical plans.
+    rounds. In each round, every plan runs three steps. No further round starts if it would probably end more than five
+    seconds after the start of the first round. Nor does another plan, unless you pass ``confirm``. tune then corrects
+    the layer costs with the measured times, searches once more with the corrected costs, and returns the plan with the
+    shortest measured step. If several plans are equally fast within noise, tune returns the plan with the shortest
+    expected step time, which is a mean of the predicted and the measured step time. ``Plan.alternatives`` lists the
+    other plans with their predicted and measured times. Without trial runs, identical profiles give identical plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. Trial runs call module hooks but not
     parameter hooks. The search considers only schedules that leave the results of training unchanged. The number of
@@ -130,16 +130,16 @@ def tune(
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which means True if the profile has a ``host_bytes_per_s`` and the devices are not CPUs.
         effort: the maximum number of actions that a search simulates. For the schedule ``searched``, the search for an
-            order of actions may simulate three times as many. Default: 3,000,000, or 1,000,000 if plans also run.
+            order of actions may simulate three times as many. Default: 3,000,000, or 300,000 if plans also run.
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
             batch_size counts the rows of all replicas; num_microbatches counts the micro-batches of one replica.
             Default: None (one pipeline).
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
             fastest of 0, 2 and 3 that stays within the memory limit; with 3, a step gathers weights before each use.
-        confirm: the number of plans in trial runs. tune runs the plans with the shortest predicted steps. Default: 3
-            for a model with devices or a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine
-            has them, else on the CPU.
+        confirm: the number of plans in trial runs. tune runs the plans with the shortest predicted steps. Default: up
+            to 3 for a model with devices or a mesh (fewer if steps take longer than about a second), else 0. With
+            num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove a lower bound on the step time of the plan's stages, for all orders of actions that
             keep the results bit-identical. If the solver finds an order that is at least 0.5 % faster and fits in
             memory, the plan uses this order, although the order has not run in a trial. The proof takes up to about a
@@ -225,7 +225,7 @@ def tune(
             ranks_are=ranks_are,
             num_cores=cores_of(list(map(torch.device, places))) if devices or mesh is not None else None,
             offload=offload,
-            effort=effort or (EFFORT // _SEARCHES if count else EFFORT),
+            effort=effort or (_EFFORT_WITH_TRIALS if count else EFFORT),
         )
         with _bar(progress) as told:
             plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)
@@ -238,7 +238,7 @@ def tune(
     where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
     where["whole_layers"] = whole_layers
     with closing(host):
-        trial = Trial(model, sample, loss_fn, target, split_dims, where, host, batch_size)
+        trial = Trial(model, sample, loss_fn, target, split_dims, where, host, batch_size, runs_all=confirm is not None)
         return _together(host, decide, trial.run) if isinstance(host, MeshRanks) else decide(trial.run)
 
 

@@ -32,7 +32,7 @@ __all__ = ["Run", "confirmed_plan", "corrected", "settled"]
 Progress = Callable[[float], None]
 
 #: A function that runs several steps of each plan, alternating between plans. It returns the measured steps of each
-#: plan, or [] for a plan that could not run. At least one plan must run.
+#: plan, or [] for a plan that did not run. At least one plan must run; the first plan is the most important.
 Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
 _LEAST = 0.01  # differences below this fraction of a step are ignored
@@ -133,8 +133,9 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # steps of the two alternate
-        rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
+        rivals = _run([new, fastest.found], tuner, run, _part(progress, 0.7, 0.9))  # steps of the two alternate
+        again = next((one.steps for one in rivals if one.found is fastest.found), fastest.steps)
+        rivals = [replace(fastest, steps=again), *(one for one in rivals if one.found is new)]
         tried = [*rivals, *others]
         tuner, known, tried = _predicted_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
         tuner.explore(known=known)  # finds the alternatives of the plan

@@ -43,7 +43,7 @@ _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds a
 _AGREE = 0.03
 _TINY = 0.002
 _EFFORT = Effort(rounds=5, enough_s=2.0)
-_QUICK_EFFORT = replace(_EFFORT, rounds=3)  # if each size is measured only once
+_QUICK_EFFORT = Effort(rounds=3, enough_s=0.8)  # if trial runs correct the costs
 _LARGEST_BYTES = 1 << 31  # a model with at most this many bytes of parameters is also measured as a whole
 _ROWS = "rows= must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")

@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,6 +187,27 @@ def test_no_round_begins_that_would_take_too_long(monkeypatch: pytest.MonkeyPatc
     plan = pipesched.tune(told(model, X, [1.0, 1.0]), num_ranks=2, batch_size=8)
     own = tried_out(model)
     assert [len(each) for each in own.run([plan], lambda _: None)] == [2]
+
+
+@pytest.mark.parametrize(("runs_all", "counts"), [(True, [2, 2, 2]), (False, [2, 0, 0])])
+def test_only_the_best_plans_run_if_steps_take_long(
+    runs_all: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_ENOUGH_S", -1.0)
+    model = sleepers(0.0, 0.0)
+    plan = pipesched.tune(told(model, X, [1.0, 1.0]), num_ranks=2, batch_size=8)
+    own = replace(tried_out(model), runs_all=runs_all)
+    assert [len(each) for each in own.run([plan] * 3, lambda _: None)] == counts
+
+
+def test_a_plan_without_room_does_not_count_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_ENOUGH_S", -1.0)
+    model = nn.Sequential(Large(4, 4), Large(4, 4))
+    known = told(model, X, [1.0, 1.0])
+    small = pipesched.tune(known, num_ranks=2, batch_size=8, num_microbatches=4)
+    large = pipesched.tune(Profile({4: known.graphs[2]}), num_ranks=2, batch_size=8, num_microbatches=2)
+    own = replace(tried_out(model), runs_all=False)
+    assert [len(each) for each in own.run([large, small, small], lambda _: None)] == [0, 2, 0]
 
 
 def test_no_round_begins_after_the_fastest_plan_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_searches_between_trial_runs_take_less_effort(monkeypatch):
             model(), torch.randn(2, 8), devices=["cpu"] * 2, batch_size=8, profile=known, effort=effort
         )
         assert found.schedule
-    assert efforts == [tuning.EFFORT // 3, 5000]
+    assert efforts == [tuning._EFFORT_WITH_TRIALS, 5000]
 
 
 def test_devices_that_only_wait_are_not_used():

@@ -65,6 +65,24 @@ def test_a_profile_that_lies_is_found_out():
     assert [len(plans) for plans in machine.ran] == [3, 2]  # the second time beside the fastest of the first
 
 
+class Slow(Machine):
+    """Takes so long that only the first plan of each call runs."""
+
+    def __call__(self, plans, told):
+        first, *others = super().__call__(plans, told)
+        return [first, *([] for _ in others)]
+
+
+def test_if_only_one_plan_runs_its_correction_finds_the_next():
+    lie, known = lying(8)
+    machine = Machine(known)
+    plan = confirmed_plan(search(lie), Slow(known), 3)
+    misled_s, took_s = (machine.step(each).makespan_s for each in (find_plan(search(lie)), plan))
+    assert took_s == pytest.approx(machine.step(find_plan(search(known))).makespan_s, rel=0.02)
+    measured = [other.measured_s for other in plan.alternatives if other.measured_s]
+    assert measured == [pytest.approx(took_s), pytest.approx(misled_s)]
+
+
 def test_the_last_correction_only_predicts_again(monkeypatch):
     searches = []
     search_once = Tuner.search
