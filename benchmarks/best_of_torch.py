@@ -17,6 +17,7 @@ convolutions   Likewise, for a convolution net whose channels grow from layer to
 
 For ranks that compute, the script also prints the step of a perfect pipeline, without bubble and overheads: both ranks
 run an unpipelined loop over all micro-batches at the same time, each on its own core, and the time is divided by two.
+The range that contains half of its steps shows how much the machine's speed varied.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import torch
@@ -302,7 +303,10 @@ def show_computing(name: str, pairs: int) -> None:
         )
     best = min((each.steps_s for each in results[1 : 1 + len(NAMES)]), key=median)
     perfect_s = [seconds / COMPUTING_RANKS for seconds in results[-1].steps_s]
-    print(f"  ours / best of torch {ratio(own_s, best)}; perfect / best of torch {ratio(perfect_s, best)}", flush=True)
+    print(f"  ours / best of torch {ratio(own_s, best)}; perfect / best of torch {ratio(perfect_s, best)}")
+    low, middle, high = (each * 1e3 for each in quantiles(perfect_s, n=4))
+    spread = f"half of the steps take {low:.1f} to {high:.1f} ms"
+    print(f"  a step of the perfect pipeline takes {middle:.1f} ms; {spread}", flush=True)
 
 
 def main() -> None:

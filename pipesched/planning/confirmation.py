@@ -4,7 +4,7 @@ The search is repeated with the corrected costs. The caller supplies the functio
 runs the plans on devices. In tests, it simulates them with other costs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, sqrt
 from statistics import median
@@ -53,15 +53,21 @@ class _Measured:
         """The median measured step time."""
         return median(step.makespan_s for step in self.steps)
 
-    @property
-    def noise(self) -> float:
-        """The relative standard error of ``step_s``."""
-        strays = median(abs(step.makespan_s - self.step_s) for step in self.steps)
-        return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
+    def noise(self, deviation: float) -> float:
+        """Return the relative standard error of ``step_s``. ``deviation`` is the result of `_deviation`."""
+        return _ERROR_OF_MEDIAN * deviation / sqrt(len(self.steps))
 
-    def is_slower(self, other: "_Measured") -> bool:
+    def is_slower(self, other: "_Measured", deviation: float) -> bool:
         """Return whether this plan's measured steps are slower than the other plan's by more than noise."""
-        return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
+        return self.step_s > other.step_s * (1 + _needed(hypot(self.noise(deviation), other.noise(deviation))))
+
+
+def _deviation(ran: Iterable[_Measured]) -> float:
+    """Return the median relative deviation of a step from the median step of its plan.
+
+    The steps of all plans are pooled, because a plan may have only two steps.
+    """
+    return median(abs(step.makespan_s / one.step_s - 1) for one in ran for step in one.steps)
 
 
 @dataclass(frozen=True)
@@ -73,21 +79,20 @@ class _Tried(_Measured):
     #: The step time that was predicted before the plan ran.
     first_s: float
 
-    @property
-    def expected_s(self) -> float:
-        """The weighted geometric mean of the predicted and the measured step time.
+    def expected_s(self, deviation: float) -> float:
+        """Return the weighted geometric mean of the predicted and the measured step time.
 
         The weights are those of two independent estimates with the errors ``_ERROR_OF_PREDICTION`` and ``noise``.
         """
-        weight = _ERROR_OF_PREDICTION**2 / (_ERROR_OF_PREDICTION**2 + self.noise**2)
+        weight = _ERROR_OF_PREDICTION**2 / (_ERROR_OF_PREDICTION**2 + self.noise(deviation) ** 2)
         return exp((1 - weight) * log(self.found.step_s) + weight * log(self.step_s))
 
-    def alternative(self, chosen: "_Tried") -> Alternative:
+    def alternative(self, chosen: "_Tried", deviation: float) -> Alternative:
         """Return a summary of the plan, with a note that says why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
-            note = f"measured {speed}" if self.is_slower(chosen) else "measured equally fast, within noise"
+            note = f"measured {speed}" if self.is_slower(chosen, deviation) else "measured equally fast, within noise"
         return replace(self.found.alternative(note=note), measured_s=self.step_s, first_s=self.first_s)
 
 
@@ -103,7 +108,12 @@ def settled(ran: Sequence[Sequence[Trace]]) -> bool:
     """
     each = [_Measured(steps) for steps in ran if steps]
     least = min(each, key=lambda one: one.step_s)
-    return all(one is least or one.is_slower(least) or _needed(hypot(one.noise, least.noise)) <= _LEAST for one in each)
+    deviation = _deviation(each)
+    others = [one for one in each if one is not least]
+    return all(
+        one.is_slower(least, deviation) or _needed(hypot(one.noise(deviation), least.noise(deviation))) <= _LEAST
+        for one in others
+    )
 
 
 def _needed(noise: float) -> float:
@@ -225,16 +235,18 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
     """Return the fastest plan that ran. If several are equally fast within noise, choose among them with `simplest`."""
     least = min(tried, key=lambda one: one.step_s)
-    near = [one for one in tried if not one.is_slower(least)]
-    chosen = simplest((one.found, one.expected_s) for one in near)
+    deviation = _deviation(tried)
+    near = [one for one in tried if not one.is_slower(least, deviation)]
+    chosen = simplest((one.found, one.expected_s(deviation)) for one in near)
     return next(one for one in near if one.found is chosen)
 
 
 def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[Alternative]:
     """Yield the alternatives of the final plan: the plan itself, other plans that ran, and plans that did not run."""
     ran = {}
+    deviation = _deviation(tried)
     for one in sorted(tried, key=lambda one: (one is not fastest, one.step_s)):
-        own = one.alternative(fastest)
+        own = one.alternative(fastest, deviation)
         ran[_shape(own)] = own
         yield own
     least = min(own.step_s for own in ran.values())
