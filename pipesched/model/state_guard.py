@@ -228,7 +228,7 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 @contextmanager
-def _bits_kept(*, copied: Iterable[Tensor], watched: Collection[Tensor] = ()) -> Iterator[list[Tensor]]:
+def _bits_kept(*, copied: Collection[Tensor], watched: Collection[Tensor] = ()) -> Iterator[list[Tensor]]:
     """Restore the bits of tensors after the ``with`` block.
 
     Yields a list that, after the block, holds the tensors that were written to.
@@ -322,7 +322,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
         _modes_kept(held),
         torch.random.fork_rng(),
         outside_kept(),
-        _bits_kept(copied=[buffer for *_, buffer in places], watched=tensors) as written,
+        _bits_kept(copied={id(buffer): buffer for *_, buffer in places}.values(), watched=tensors) as written,
         _attributes_kept(held),
     ):
         if mode != model.training:

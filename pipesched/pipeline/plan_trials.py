@@ -47,7 +47,9 @@ class Trial:
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
     host: RankHost  #: the host of the ranks; also makes processes agree on values
     batch_size: int
-    runs_all: bool = True  #: whether to run every plan; False: run as many as the time allows, but at least one
+    runs_all: bool = (
+        True  #: False: leave out plans that would probably end too late, except the first; rank 0's value counts
+    )
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         """Run the plans in turn, and return a list of measured steps for each plan.
@@ -73,7 +75,7 @@ class Trial:
             fit = list(range(len(plans)))
             for turn in range(_ROUNDS):
                 for number in [*fit]:
-                    if not (turn or self.runs_all) and self.host.agreed(partial(_is_late, number, begin, steps)):
+                    if not turn and self.host.agreed(partial(self._leaves_out, number, begin, steps)):
                         fit = [other for other in fit if other < number]
                         break
                     try:
@@ -87,6 +89,9 @@ class Trial:
                 if self.host.agreed(partial(_is_enough, turn + 1, begin, steps)):
                     break
         return steps
+
+    def _leaves_out(self, done: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
+        return not self.runs_all and _is_late(done, begin, steps)
 
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):
@@ -143,14 +148,20 @@ def _is_enough(rounds: int, begin: float, steps: Sequence[Sequence[Trace]]) -> b
     return _is_late(rounds, begin, steps) or (rounds >= _LEAST_ROUNDS and settled(steps))
 
 
-def _is_late(turns: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
-    """Return whether one more turn, as long as the previous ``turns`` on average, would end too late.
+def _is_late(done: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
+    """Return whether one more turn or round would probably end too late.
 
     The result is False if no plan has run yet.
+
+    Args:
+        done: the number of turns or rounds since ``begin``. The next one is assumed to take their mean time.
+        begin: the start of the first turn, in seconds.
+        steps: the measured steps of each plan.
+
     """
     if not any(steps):
         return False
-    return (time.perf_counter() - begin) * (turns + 1) / turns > _ENOUGH_S
+    return (time.perf_counter() - begin) * (done + 1) / done > _ENOUGH_S
 
 
 @contextmanager

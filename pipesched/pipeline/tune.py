@@ -40,7 +40,7 @@ __all__ = ["tune"]
 
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
 _CONFIRMED = 3  # the default number of plans in trial runs
-_EFFORT_WITH_TRIALS = EFFORT // 10  # for each of two searches; measured steps vary more than this effort matters
+_EFFORT_WITH_TRIALS = EFFORT // 10  # per search; the loss is smaller than the noise of a measured step
 _PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
@@ -87,11 +87,12 @@ def tune(
     tune measures the model's layers with the sample, or reads the layers' costs from a Profile, and searches for plans.
     If you pass a model and devices, the plans with the shortest predicted steps then run on these devices, in up to ten
     rounds. In each round, every plan runs three steps. No further round starts if it would probably end more than five
-    seconds after the start of the first round. Nor does another plan, unless you pass ``confirm``. tune then corrects
-    the layer costs with the measured times, searches once more with the corrected costs, and returns the plan with the
-    shortest measured step. If several plans are equally fast within noise, tune returns the plan with the shortest
-    expected step time, which is a mean of the predicted and the measured step time. ``Plan.alternatives`` lists the
-    other plans with their predicted and measured times. Without trial runs, identical profiles give identical plans.
+    seconds after the start of the first round. Unless you pass ``confirm``, plans that would end later than that are
+    also left out of the first round, except the best plan. tune then corrects the layer costs with the measured times,
+    searches once more with the corrected costs, and returns the plan with the shortest measured step. If several plans
+    are equally fast within noise, tune returns the plan with the shortest expected step time, which is a mean of the
+    predicted and the measured step time. ``Plan.alternatives`` lists the other plans with their predicted and measured
+    times. Without trial runs, identical profiles give identical plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. Trial runs call module hooks but not
     parameter hooks. The search considers only schedules that leave the results of training unchanged. The number of
@@ -138,7 +139,7 @@ def tune(
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
             fastest of 0, 2 and 3 that stays within the memory limit; with 3, a step gathers weights before each use.
         confirm: the number of plans in trial runs. tune runs the plans with the shortest predicted steps. Default: up
-            to 3 for a model with devices or a mesh (fewer if steps take longer than about a second), else 0. With
+            to 3 for a model with devices or a mesh (fewer if steps take longer than about half a second), else 0. With
             num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove a lower bound on the step time of the plan's stages, for all orders of actions that
             keep the results bit-identical. If the solver finds an order that is at least 0.5 % faster and fits in

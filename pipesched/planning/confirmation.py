@@ -7,7 +7,7 @@ runs the plans on devices. In tests, it simulates them with other costs.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, sqrt
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import networkx as nx
@@ -53,21 +53,28 @@ class _Measured:
         """The median measured step time."""
         return median(step.makespan_s for step in self.steps)
 
-    def noise(self, deviation: float) -> float:
-        """Return the relative standard error of ``step_s``. ``deviation`` is the result of `_deviation`."""
-        return _ERROR_OF_MEDIAN * deviation / sqrt(len(self.steps))
+    @property
+    def deviation(self) -> float:
+        """The median relative deviation of a step from ``step_s``."""
+        return median(abs(step.makespan_s / self.step_s - 1) for step in self.steps)
 
-    def is_slower(self, other: "_Measured", deviation: float) -> bool:
+    def noise(self, usual: float) -> float:
+        """Return the relative standard error of ``step_s``.
+
+        Args:
+            usual: the mean deviation of all plans. It is used if this plan's own deviation is smaller, because a plan
+                may have only two steps, which may be equal by chance.
+
+        """
+        return _ERROR_OF_MEDIAN * max(self.deviation, usual) / sqrt(len(self.steps))
+
+    def is_slower(self, other: "_Measured", usual: float) -> bool:
         """Return whether this plan's measured steps are slower than the other plan's by more than noise."""
-        return self.step_s > other.step_s * (1 + _needed(hypot(self.noise(deviation), other.noise(deviation))))
+        return self.step_s > other.step_s * (1 + _needed(hypot(self.noise(usual), other.noise(usual))))
 
 
-def _deviation(ran: Iterable[_Measured]) -> float:
-    """Return the median relative deviation of a step from the median step of its plan.
-
-    The steps of all plans are pooled, because a plan may have only two steps.
-    """
-    return median(abs(step.makespan_s / one.step_s - 1) for one in ran for step in one.steps)
+def _usual_deviation(ran: Iterable[_Measured]) -> float:
+    return fmean(one.deviation for one in ran)
 
 
 @dataclass(frozen=True)
@@ -79,20 +86,20 @@ class _Tried(_Measured):
     #: The step time that was predicted before the plan ran.
     first_s: float
 
-    def expected_s(self, deviation: float) -> float:
+    def expected_s(self, usual: float) -> float:
         """Return the weighted geometric mean of the predicted and the measured step time.
 
         The weights are those of two independent estimates with the errors ``_ERROR_OF_PREDICTION`` and ``noise``.
         """
-        weight = _ERROR_OF_PREDICTION**2 / (_ERROR_OF_PREDICTION**2 + self.noise(deviation) ** 2)
+        weight = _ERROR_OF_PREDICTION**2 / (_ERROR_OF_PREDICTION**2 + self.noise(usual) ** 2)
         return exp((1 - weight) * log(self.found.step_s) + weight * log(self.step_s))
 
-    def alternative(self, chosen: "_Tried", deviation: float) -> Alternative:
+    def alternative(self, chosen: "_Tried", usual: float) -> Alternative:
         """Return a summary of the plan, with a note that says why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
-            note = f"measured {speed}" if self.is_slower(chosen, deviation) else "measured equally fast, within noise"
+            note = f"measured {speed}" if self.is_slower(chosen, usual) else "measured equally fast, within noise"
         return replace(self.found.alternative(note=note), measured_s=self.step_s, first_s=self.first_s)
 
 
@@ -108,11 +115,10 @@ def settled(ran: Sequence[Sequence[Trace]]) -> bool:
     """
     each = [_Measured(steps) for steps in ran if steps]
     least = min(each, key=lambda one: one.step_s)
-    deviation = _deviation(each)
+    usual = _usual_deviation(each)
     others = [one for one in each if one is not least]
     return all(
-        one.is_slower(least, deviation) or _needed(hypot(one.noise(deviation), least.noise(deviation))) <= _LEAST
-        for one in others
+        one.is_slower(least, usual) or _needed(hypot(one.noise(usual), least.noise(usual))) <= _LEAST for one in others
     )
 
 
@@ -140,16 +146,16 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     tried = _run(_best_of_sorts(tuner.search(), tuner.best())[:count], tuner, run, _part(progress, 0.3, 0.6))
     search = _corrected(search, tried)
     tuner, new, tried = _search_again(search, tried, _part(progress, 0.6, 0.7))
-    fastest = _fastest(tried)
+    fastest = _fastest(tried, _usual_deviation(tried))
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([new, fastest.found], tuner, run, _part(progress, 0.7, 0.9))  # steps of the two alternate
+        rivals = _run([new, fastest.found], tuner, run, _part(progress, 0.7, 0.9))
         again = next((one.steps for one in rivals if one.found is fastest.found), fastest.steps)
         rivals = [replace(fastest, steps=again), *(one for one in rivals if one.found is new)]
         tried = [*rivals, *others]
         tuner, known, tried = _predicted_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
         tuner.explore(known=known)  # finds the alternatives of the plan
-        fastest = _fastest(tried[: len(rivals)])
+        fastest = _fastest(tried[: len(rivals)], _usual_deviation(tried))
     plan = tuner.plan(fastest.found)
     progress(1)
     return replace(plan, alternatives=tuple(_weighed(plan, tried, fastest)))
@@ -232,21 +238,20 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
     return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
 
 
-def _fastest(tried: Sequence[_Tried]) -> _Tried:
+def _fastest(tried: Sequence[_Tried], usual: float) -> _Tried:
     """Return the fastest plan that ran. If several are equally fast within noise, choose among them with `simplest`."""
     least = min(tried, key=lambda one: one.step_s)
-    deviation = _deviation(tried)
-    near = [one for one in tried if not one.is_slower(least, deviation)]
-    chosen = simplest((one.found, one.expected_s(deviation)) for one in near)
+    near = [one for one in tried if not one.is_slower(least, usual)]
+    chosen = simplest((one.found, one.expected_s(usual)) for one in near)
     return next(one for one in near if one.found is chosen)
 
 
 def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[Alternative]:
     """Yield the alternatives of the final plan: the plan itself, other plans that ran, and plans that did not run."""
     ran = {}
-    deviation = _deviation(tried)
+    usual = _usual_deviation(tried)
     for one in sorted(tried, key=lambda one: (one is not fastest, one.step_s)):
-        own = one.alternative(fastest, deviation)
+        own = one.alternative(fastest, usual)
         ran[_shape(own)] = own
         yield own
     least = min(own.step_s for own in ran.values())

@@ -43,7 +43,7 @@ _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds a
 _AGREE = 0.03
 _TINY = 0.002
 _EFFORT = Effort(rounds=5, enough_s=2.0)
-_QUICK_EFFORT = Effort(rounds=3, enough_s=0.8)  # if trial runs correct the costs
+_QUICK_EFFORT = Effort(rounds=3, enough_s=0.8)  # for a single pass
 _LARGEST_BYTES = 1 << 31  # a model with at most this many bytes of parameters is also measured as a whole
 _ROWS = "rows= must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
@@ -96,7 +96,7 @@ def profile(
             argument, or a dict by position or keyword. An argument with the entry None is not split. Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
         thorough: whether to measure each size until two measurements agree, and to compare the sum of the layers' times
-            with the time of the model. False: measure once, in about a third of the time. ``tune`` passes False if it
+            with the time of the model. False: measure once, in less time. ``tune`` passes False if it
             runs plans, because the runs correct the costs. Default: True.
         cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
             profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no

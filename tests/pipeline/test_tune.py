@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,20 +120,32 @@ def test_only_the_size_of_a_given_number_of_micro_batches_is_measured(monkeypatc
 def test_searches_between_trial_runs_take_less_effort(monkeypatch):
     from pipesched.pipeline import tune as tuning
 
-    efforts = []
+    efforts, run_all = [], []
 
     def confirmed_plan(search, *args):
         efforts.append(search.effort)
         return tuning.find_plan(search)
 
+    def trial(*args, runs_all):
+        run_all.append(runs_all)
+        return SimpleNamespace(run=None)
+
     monkeypatch.setattr(tuning, "confirmed_plan", confirmed_plan)
+    monkeypatch.setattr(tuning, "Trial", trial)
     known = profiled(model(), torch.randn(2, 8))
-    for effort in (None, 5000):
+    for effort, confirm in ((None, None), (5000, 2)):
         found = pipesched.tune(
-            model(), torch.randn(2, 8), devices=["cpu"] * 2, batch_size=8, profile=known, effort=effort
+            model(),
+            torch.randn(2, 8),
+            devices=["cpu"] * 2,
+            batch_size=8,
+            profile=known,
+            effort=effort,
+            confirm=confirm,
         )
         assert found.schedule
-    assert efforts == [tuning._EFFORT_WITH_TRIALS, 5000]
+    assert efforts == [300_000, 5000]
+    assert run_all == [False, True]
 
 
 def test_devices_that_only_wait_are_not_used():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesched import simulate
-from pipesched.planning.confirmation import _deviation, _Tried, confirmed_plan, corrected, settled
+from pipesched.planning.confirmation import _Tried, _usual_deviation, confirmed_plan, corrected, settled
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.report.report import Report
@@ -270,20 +270,21 @@ def ran(*steps_s):
     return _Tried(steps, SimpleNamespace(step_s=1.0), first_s=1.0)
 
 
-def test_the_deviation_of_few_steps_is_that_of_all_plans():
-    """The steps of the first plan are equal by chance."""
-    chance, other = ran(1.0, 1.0), ran(0.9, 1.1, 0.9, 1.1)
-    assert _deviation([chance]) == 0
-    assert _deviation([chance, other]) == pytest.approx(0.1)
-    slow = ran(1.05, 1.05, 1.05)
-    assert slow.is_slower(chance, _deviation([slow, chance]))
-    assert not slow.is_slower(chance, _deviation([slow, other]))
+def test_steps_that_are_equal_by_chance_have_the_noise_of_other_plans():
+    chance, slow, other = ran(1.0, 1.0), ran(1.05, 1.05, 1.05), ran(0.9, 1.1, 0.9, 1.1)
+    assert slow.is_slower(chance, _usual_deviation([slow, chance]))
+    assert not slow.is_slower(chance, _usual_deviation([slow, chance, other]))
+
+
+def test_steps_that_vary_keep_their_noise_beside_steady_plans():
+    steady, noisy = ran(1.0, 1.0), ran(0.9, 1.1)
+    assert noisy.noise(_usual_deviation([steady] * 9 + [noisy])) == noisy.noise(0.0) > 0.1
 
 
 def test_the_expected_step_is_closer_to_a_measurement_with_less_noise():
     def expected_s(*steps_s):
         tried = ran(*steps_s)
-        return tried.expected_s(_deviation([tried]))
+        return tried.expected_s(_usual_deviation([tried]))
 
     assert expected_s(1.1, 1.1, 1.1) == pytest.approx(1.1)
     assert 1 < expected_s(0.9, 1.1, 1.3) < 1.01 < expected_s(1.08, 1.1, 1.12) < 1.1
