@@ -223,13 +223,17 @@ class Logits(nn.Linear):
         return super().forward(x).transpose(1, 2)
 
 
-def gpt() -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Return a GPT of twelve layers (an embedding, ten blocks, a large head), its inputs and its targets."""
-    width, vocabulary, tokens = 192, 8192, 64
+def gpt_of(num_blocks: int, width: int, vocabulary: int) -> nn.Sequential:
+    """Return a GPT: an embedding, blocks and a head."""
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
-    blocks = (nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(10))
-    model = nn.Sequential(nn.Embedding(vocabulary, width), *blocks, Logits(width, vocabulary))
-    shape = (2 * COMPUTING_MICROBATCHES, tokens)
+    blocks = (nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(num_blocks))
+    return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, Logits(width, vocabulary))
+
+
+def gpt() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Return a GPT of twelve layers with a large head, its inputs and its targets."""
+    vocabulary, shape = 8192, (2 * COMPUTING_MICROBATCHES, 64)
+    model = gpt_of(10, 192, vocabulary)
     return model, torch.randint(vocabulary, shape), torch.randint(vocabulary, shape)
 
 

@@ -12,22 +12,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from best_of_torch import Logits
+from best_of_torch import gpt_of
 from measure import keep_freed_memory, machine
-from torch import nn
 from torch.nn import functional
 
 import pipesched
 from pipesched import Pipeline
 
 RANKS, MICROBATCHES, ROWS, TOKENS, VOCABULARY = 8, 16, 2, 32, 4096
-
-
-def gpt(width: int) -> nn.Sequential:
-    """Return a GPT of 48 layers."""
-    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-    blocks = (nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(46))
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, Logits(width, VOCABULARY))
 
 
 def main() -> None:
@@ -39,7 +31,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(machine())
-    model = gpt(width)
+    model = gpt_of(46, width, VOCABULARY)
     x, y = torch.randint(VOCABULARY, (2, ROWS * MICROBATCHES, TOKENS))
     shared: dict[str, Any] = {"loss_fn": functional.cross_entropy, "devices": ["cpu"] * RANKS}
     begin = time.perf_counter()

@@ -47,9 +47,9 @@ class Trial:
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
     host: RankHost  #: the host of the ranks; also makes processes agree on values
     batch_size: int
-    runs_all: bool = (
-        True  #: False: leave out plans that would probably end too late, except the first; rank 0's value counts
-    )
+    #: Whether to run every plan. False: leave out plans that would probably end too late, except the first plan. Over a
+    #: mesh, rank 0's value counts.
+    runs_all: bool = True
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         """Run the plans in turn, and return a list of measured steps for each plan.

@@ -110,7 +110,7 @@ def settled(ran: Sequence[Sequence[Trace]]) -> bool:
     small to matter.
 
     Args:
-        ran: the measured steps of each plan; [] for a plan that could not run.
+        ran: the measured steps of each plan; [] for a plan that did not run.
 
     """
     each = [_Measured(steps) for steps in ran if steps]

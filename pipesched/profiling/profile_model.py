@@ -96,8 +96,8 @@ def profile(
             argument, or a dict by position or keyword. An argument with the entry None is not split. Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
         thorough: whether to measure each size until two measurements agree, and to compare the sum of the layers' times
-            with the time of the model. False: measure once, in less time. ``tune`` passes False if it
-            runs plans, because the runs correct the costs. Default: True.
+            with the time of the model. False: measure once, in less time. ``tune`` passes False if it runs plans,
+            because the runs correct the costs. Default: True.
         cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
             profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no
             cache).
