@@ -229,3 +229,31 @@ def test_no_module_reads_pickles(path: Path) -> None:
         if isinstance(node, ast.Attribute):
             names |= {node.attr, ast.unparse(node)}
         assert not names & FORBIDDEN, f"{path.name}:{node.lineno} uses {names & FORBIDDEN}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64, torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["payload", "gradients"])
+def test_a_value_of_one_contiguous_tensor_is_built_before_its_bytes_arrive(
+    dtype: torch.dtype, shape: tuple[int, ...], backward: bool
+) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    value = (tensor,) if backward else Payload.of(tensor)
+    layout = MessageLayout(describe(value, Encoding())[0], Encoding())
+    received, memory = layout.empty_plain()
+    memory[:] = tensor.reshape(-1).view(torch.uint8).numpy().data
+    (leaf,) = received if backward else received.leaves
+    assert type(received) is type(value)
+    assert leaf.dtype is dtype
+    assert torch.equal(leaf, tensor)
+    assert leaf.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2, 3).t(), torch.ones(0, 3), torch.ones(2, dtype=torch.bfloat16), [torch.ones(2), torch.ones(2)], 3],
+    ids=["transposed", "empty", "bfloat16", "two tensors", "number"],
+)
+def test_other_values_are_built_from_the_memory_of_their_message(value: Any) -> None:
+    layout = MessageLayout(describe(Payload.of(value), Encoding())[0], Encoding())
+    assert layout.empty_plain() is None

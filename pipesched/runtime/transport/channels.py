@@ -198,13 +198,15 @@ class Outgoing:
 class _Posted(NamedTuple):
     """A receive that has been posted, and its memory."""
 
-    memory: Tensor
     header: memoryview
     data: memoryview
-    #: The pending receive of a long message; None for a short message, whose bytes are read only in ``receive``.
-    work: Work | None
-    #: The value in the predicted layout, as views of the memory to be filled; None if built on arrival.
+    #: The memory to be filled, which begins with the header if the message is long. None if ``value`` is one tensor
+    #: that has its own memory.
+    memory: Tensor | None
+    #: The value in the predicted layout, whose tensors are views of the memory; None if built on arrival.
     value: Any
+    #: The pending receive of a long message; None for a short message, whose bytes are read only in ``receive``.
+    work: Work | None = None
 
 
 class Incoming:
@@ -232,6 +234,7 @@ class Incoming:
         self._way = way
         self._posted: deque[_Posted] = deque()
         self._next = 0
+        self._header = memoryview(bytearray(_HEADER))  # of short messages, which are read one after another
         self._read = ports.short.reader(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
@@ -246,22 +249,30 @@ class Incoming:
     def post(self, ahead: int = AHEAD) -> None:
         """Post receives for the next messages until ``ahead`` receives are pending."""
         while self._next < self.book.end and len(self._posted) < ahead:
-            layout = self.book.form(self._next)
-            nbytes = layout.nbytes if layout else 0
-            memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
-            value = layout.restore(memory, _HEADER) if layout and layout.lies_as_sent else None
-            work = None if nbytes < self._ports.limit else self._started(memory)
-            view: memoryview = memory.numpy().data
-            self._posted.append(_Posted(memory, view[:_HEADER], view[_HEADER:], work, value))
+            self._posted.append(self._prepared(self.book.form(self._next)))
             self._next += 1
+
+    def _prepared(self, layout: MessageLayout | None) -> _Posted:
+        """Allocate memory for a message, and start its receive if the message is long."""
+        nbytes = layout.nbytes if layout else 0
+        if nbytes >= self._ports.limit:
+            memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
+            view: memoryview = memory.numpy().data
+            value = layout.restore(memory, _HEADER) if layout and layout.lies_as_sent else None
+            return _Posted(view[:_HEADER], view[_HEADER:], memory, value, self._started(memory))
+        if layout and (plain := layout.empty_plain()) is not None:
+            return _Posted(self._header, plain[1], None, plain[0])
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        value = layout.restore(memory, 0) if layout and layout.lies_as_sent else None
+        return _Posted(self._header, memory.numpy().data, memory, value)
 
     def receive(self) -> Any:
         """Wait for the next value and return it."""
         if not self._posted:
             self.post()
-        memory, header, data, work, value = self._posted.popleft()
+        header, data, memory, value, work = self._posted.popleft()
         layout = self.book.form(self.taken)
-        start = _HEADER
+        start = 0 if work is None else _HEADER
         self.post()
         try:
             if work is not None:
@@ -281,7 +292,10 @@ class Incoming:
         self.taken += 1
         self._counts.here[self._way] = self.taken
         self._counts.there[:] = there
-        return layout.restore(memory, start) if value is None else value
+        if value is not None:
+            return value
+        assert memory is not None
+        return layout.restore(memory, start)
 
     def _receive_unforeseen(self, layout_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
         layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)

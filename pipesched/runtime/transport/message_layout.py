@@ -204,6 +204,21 @@ class MessageLayout:
             pass
         return None
 
+    def empty_plain(self) -> tuple[Any, memoryview] | None:
+        """Return a value of this layout with an uninitialized tensor, and the tensor's memory as bytes.
+
+        Returns None if this layout is not the layout of one contiguous CPU tensor with elements.
+        """
+        if self._plain is None or not self.nbytes:
+            return None
+        skeleton, (dtype, shape, _) = self._plain
+        tensor = torch.empty(shape, dtype=dtype)
+        data: memoryview = tensor.numpy().reshape(-1).view("u1").data
+        if skeleton == _GRADIENTS:
+            return (tensor,), data
+        spec, places, needs_grad = skeleton
+        return Payload((tensor,), places, spec, needs_grad), data
+
     @cached_property
     def _plain(self) -> tuple[Any, Any] | None:
         skeleton, looks, _, _ = self.description
