@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
 from pipesched.runtime.stage.weight_products import (
@@ -33,7 +33,7 @@ from pipesched.runtime.stage.weight_products import (
     spread,
 )
 from pipesched.tensors.function_mode import Handler
-from pipesched.tensors.graph_edges import enter
+from pipesched.tensors.graph_edges import edge_of, enter
 
 __all__ = ["PAYS_FLOPS", "Deferral"]
 
@@ -246,7 +246,7 @@ class Deferral:
         if not output.requires_grad:  # no input requires a gradient, but the hook needs an autograd node
             (output,) = enter((output,))
         if self._noting:
-            get_gradient_edge(output).node.register_prehook(product.keep)
+            edge_of(output).node.register_prehook(product.keep)
             self._products.append(product)
         return output
 
@@ -265,9 +265,13 @@ def _is_plain(x: Any, *weights: Any) -> bool:
 
     The weights must also be trainable leaves, and must not be ``x`` itself.
     """
-    return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
-        weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
+    return _is_plain_tensor(x) and all(
+        _is_plain_tensor(weight) and weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )
+
+
+def _is_plain_tensor(tensor: Any) -> bool:
+    return type(tensor) in _PLAIN and tensor.is_floating_point()
 
 
 def _lies_in_rows(x: Tensor) -> bool:
@@ -280,6 +284,8 @@ def _lies_in_rows(x: Tensor) -> bool:
 
 
 def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    if len(args) == len(names):  # the usual case
+        return list(args)
     given = dict(zip(names, args, strict=False)) | kwargs
     return [given.get(name) for name in names]
 
