@@ -1,6 +1,6 @@
 """Best of torch: compares pipesched's plans with the best of five schedules of torch.distributed.pipelining.
 
-    python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt convolutions]
+    python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt vgg residual]
 
 Torch's schedules run with the same number of layers in each stage; the best schedule has the shortest median
 step. All runs are in the same gloo processes, in turn, with the same weights; gradients are compared first.
@@ -13,7 +13,11 @@ sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for differe
                eight ranks on this machine, both measured before the runs.
 gpt            Two ranks that compute, 8 micro-batches: a GPT with a large vocabulary, whose head takes the time of
                several blocks. We run the plan of `tune` on these ranks; the script prints how long `tune` took.
-convolutions   Likewise, for a convolution net whose channels grow from layer to layer.
+vgg            Likewise, for VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556) without dropout, on images of 32 x 32
+               pixels. Its channels grow from 64 to 512, and its early layers take much longer than its late layers.
+residual       Likewise, for a residual convolution net. Its channels grow as well, but each strided convolution halves
+               both sides of the images, so all residual blocks take about the same time. Stages with equal numbers of
+               layers are the best stages for this net, so plans can only gain by a better order.
 
 For ranks that compute, the script also prints the step of a perfect pipeline, without bubble and overheads: both ranks
 run an unpipelined loop over all micro-batches at the same time, each on its own core, and the time is divided by two.
@@ -237,8 +241,23 @@ def gpt() -> tuple[nn.Sequential, Tensor, Tensor]:
     return model, torch.randint(vocabulary, shape), torch.randint(vocabulary, shape)
 
 
-def convolutions() -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Return a convolution net of twelve layers, its inputs and its targets. Every fourth layer adds channels."""
+def vgg() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Return VGG-16 as sixteen layers, its inputs and its targets."""
+    layers: list[nn.Module] = []
+    given = 3
+    for channels, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for number in range(1, count + 1):
+            pool = [nn.MaxPool2d(2)] if number == count else []
+            layers += [nn.Sequential(nn.Conv2d(given, channels, 3, padding=1), nn.ReLU(), *pool)]
+            given = channels
+    layers += [nn.Sequential(nn.Flatten(), nn.Linear(512, 4096), nn.ReLU())]
+    layers += [nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()), nn.Linear(4096, 100)]
+    rows = 2 * COMPUTING_MICROBATCHES
+    return nn.Sequential(*layers), torch.randn(rows, 3, 32, 32), torch.randint(100, (rows,))
+
+
+def residual() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Return a residual net of twelve layers, its inputs and its targets. Every fourth layer adds channels."""
     layers: list[nn.Module] = []
     for given, channels in pairwise((3, 32, 64, 128)):
         layers += [nn.Conv2d(given, channels, 3, stride=2 if given > 3 else 1, padding=1)]
@@ -247,7 +266,7 @@ def convolutions() -> tuple[nn.Sequential, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.randn(4 * COMPUTING_MICROBATCHES, 3, 32, 32), torch.randint(100, (32,))
 
 
-MODELS = {"gpt": gpt, "convolutions": convolutions}
+MODELS = {"gpt": gpt, "vgg": vgg, "residual": residual}
 
 
 class Tuned(NamedTuple):
