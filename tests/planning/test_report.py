@@ -312,6 +312,12 @@ def test_the_speed_against_one_device_comes_from_the_search_or_from_measured_ste
     assert figures_of(Report(alone))[0][1:] == ("the same", "the plan uses one device")
 
 
+def test_a_baseline_that_ran_under_another_label_counts_once():
+    taken, other = replace(TAKEN, first_s=0.03), replace(ALONE, label="gpipe", measured_s=0.095, first_s=0.09)
+    plan = plan_of(alternatives=(taken, other, replace(other, label="one device")))
+    assert "confirmed: in trial runs of 2 plans this plan took" in str(Report(plan))
+
+
 def test_a_report_whose_layers_were_not_measured_has_no_figures():
     assert Report(replace(plan_of(), costs=None)).key_figures == []
 

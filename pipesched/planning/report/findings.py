@@ -118,7 +118,8 @@ def _confirmed(plan: Plan) -> Iterator[str]:
     """Yield a sentence with the result of the plan's trial run, if there was one."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
-        num_tried = sum(other.measured_s is not None for other in plan.alternatives)
+        # A baseline that ran under another label is listed twice, with the same times.
+        num_tried = len({(other.measured_s, other.first_s) for other in plan.alternatives if other.measured_s})
         off = quote_off(own.measured_s / own.first_s - 1)
         yield (
             f"confirmed: in trial runs of {counted(num_tried, 'plan')} this plan took {quote_time(own.measured_s)} "
