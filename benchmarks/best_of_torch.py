@@ -14,7 +14,8 @@ sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for differe
 gpt            Two ranks that compute, 8 micro-batches: a GPT with a large vocabulary, whose head takes the time of
                several blocks. We run the plan of `tune` on these ranks; the script prints how long `tune` took.
 vgg            Likewise, for VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556) without dropout, on images of 32 x 32
-               pixels. Its channels grow from 64 to 512, and its early layers take much longer than its late layers.
+               pixels. Its channels grow from 64 to 512, and its first eight layers have 1.7 times as many operations as
+               its last eight.
 residual       Likewise, for a residual convolution net. Its channels grow as well, but each strided convolution halves
                both sides of the images, so all residual blocks take about the same time. Stages with equal numbers of
                layers are the best stages for this net, so plans can only gain by a better order.

@@ -1,9 +1,11 @@
 """The two ends of a channel foresee the same, however a run comes to either of them in parts."""
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,3 +111,21 @@ def test_what_was_announced_is_foreseen_a_few_messages_later() -> None:
             announced.append(len(port.sent[1]) > 0)
             incoming.receive()
     assert announced == [True] * 8 + [False] * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 1, 3), (0, 3)], ids=str)
+@pytest.mark.parametrize("limit", [1, 1 << 20], ids=["long", "short"])
+def test_the_bytes_of_a_tensor_arrive_whatever_its_dtype_and_shape(
+    dtype: torch.dtype, shape: tuple[int, ...], limit: int
+) -> None:
+    ports = Ports(Memory(), Memory(), limit)
+    outgoing, incoming = (end(ports, 0, 0, Encoding()) for end in (Outgoing, Incoming))
+    for number in range(4):  # the first run announces the layout, the others foresee it
+        outgoing.open("a")
+        incoming.open("a")
+        tensor = (torch.arange(math.prod(shape)) + number).reshape(shape).to(dtype)
+        outgoing.send((tensor,))
+        (received,) = incoming.receive()
+        assert (received.dtype, received.shape, received.stride()) == (dtype, shape, tensor.stride())
+        assert torch.equal(received, tensor)

@@ -241,7 +241,7 @@ def test_a_value_of_one_contiguous_tensor_is_built_before_its_bytes_arrive(
     value = (tensor,) if backward else Payload.of(tensor)
     layout = MessageLayout(describe(value, Encoding())[0], Encoding())
     received, memory = layout.empty_plain()
-    memory[:] = tensor.reshape(-1).view(torch.uint8).numpy().data
+    memory.copy_(tensor)
     (leaf,) = received if backward else received.leaves
     assert type(received) is type(value)
     assert leaf.dtype is dtype

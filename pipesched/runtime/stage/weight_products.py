@@ -207,7 +207,6 @@ def _total(weight: Tensor, of_weight: list[tuple[Product, int]]) -> Tensor | Non
     for product, index in of_weight:
         grad = product.weight_grad(index)
         if grad is not None:
-            if grad.dtype is not weight.dtype:  # autocast computes in another dtype; sums use the weight's dtype
-                grad = grad.to(weight.dtype)
+            grad = grad.to(weight.dtype)  # autocast computes in another dtype; sums use the weight's dtype
             total = grad if total is None else total + grad
     return total

@@ -198,15 +198,14 @@ class Outgoing:
 class _Posted(NamedTuple):
     """A receive that has been posted, and its memory."""
 
+    #: The memory to be filled. It begins with the header if the message is long.
+    memory: Tensor
     header: memoryview
     data: memoryview
-    #: The memory to be filled, which begins with the header if the message is long. None if ``value`` is one tensor
-    #: that has its own memory.
-    memory: Tensor | None
-    #: The value in the predicted layout, whose tensors are views of the memory; None if built on arrival.
-    value: Any
     #: The pending receive of a long message; None for a short message, whose bytes are read only in ``receive``.
-    work: Work | None = None
+    work: Work | None
+    #: The value in the predicted layout, whose tensors use the memory to be filled; None if built on arrival.
+    value: Any
 
 
 class Incoming:
@@ -255,22 +254,23 @@ class Incoming:
     def _prepared(self, layout: MessageLayout | None) -> _Posted:
         """Allocate memory for a message, and start its receive if the message is long."""
         nbytes = layout.nbytes if layout else 0
-        if nbytes >= self._ports.limit:
-            memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
-            view: memoryview = memory.numpy().data
-            value = layout.restore(memory, _HEADER) if layout and layout.lies_as_sent else None
-            return _Posted(view[:_HEADER], view[_HEADER:], memory, value, self._started(memory))
-        if layout and (plain := layout.empty_plain()) is not None:
-            return _Posted(self._header, plain[1], None, plain[0])
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        value = layout.restore(memory, 0) if layout and layout.lies_as_sent else None
-        return _Posted(self._header, memory.numpy().data, memory, value)
+        is_long = nbytes >= self._ports.limit
+        start = _HEADER if is_long else 0
+        plain = None if is_long or layout is None else layout.empty_plain()
+        if plain is not None:
+            value, memory = plain
+        else:
+            memory = torch.empty(start + nbytes, dtype=torch.uint8)
+            value = layout.restore(memory, start) if layout and layout.lies_as_sent else None
+        view: memoryview = memory.numpy().reshape(-1).view("u1").data
+        header = view[:start] if is_long else self._header
+        return _Posted(memory, header, view[start:], self._started(memory) if is_long else None, value)
 
     def receive(self) -> Any:
         """Wait for the next value and return it."""
         if not self._posted:
             self.post()
-        header, data, memory, value, work = self._posted.popleft()
+        memory, header, data, work, value = self._posted.popleft()
         layout = self.book.form(self.taken)
         start = 0 if work is None else _HEADER
         self.post()
@@ -292,10 +292,7 @@ class Incoming:
         self.taken += 1
         self._counts.here[self._way] = self.taken
         self._counts.there[:] = there
-        if value is not None:
-            return value
-        assert memory is not None
-        return layout.restore(memory, start)
+        return layout.restore(memory, start) if value is None else value
 
     def _receive_unforeseen(self, layout_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
         layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)

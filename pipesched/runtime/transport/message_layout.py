@@ -204,8 +204,8 @@ class MessageLayout:
             pass
         return None
 
-    def empty_plain(self) -> tuple[Any, memoryview] | None:
-        """Return a value of this layout with an uninitialized tensor, and the tensor's memory as bytes.
+    def empty_plain(self) -> tuple[Any, Tensor] | None:
+        """Return a value of this layout that contains an uninitialized tensor, and this tensor.
 
         Returns None if this layout is not the layout of one contiguous CPU tensor with elements.
         """
@@ -213,11 +213,10 @@ class MessageLayout:
             return None
         skeleton, (dtype, shape, _) = self._plain
         tensor = torch.empty(shape, dtype=dtype)
-        data: memoryview = tensor.numpy().reshape(-1).view("u1").data
         if skeleton == _GRADIENTS:
-            return (tensor,), data
+            return (tensor,), tensor
         spec, places, needs_grad = skeleton
-        return Payload((tensor,), places, spec, needs_grad), data
+        return Payload((tensor,), places, spec, needs_grad), tensor
 
     @cached_property
     def _plain(self) -> tuple[Any, Any] | None:
