@@ -24,7 +24,7 @@ from pipesched.units import counted
 
 __all__ = ["message_times", "simulate", "simulate_with_bound", "step_time"]
 
-_ROUNDS = 20  # maximum number of repetitions of a simulation in which ranks slow each other down
+_ROUNDS = 12  # maximum number of repetitions of a simulation in which ranks slow each other down
 _BOUND_EFFORT = 1_000_000  # about 0.1 s
 _SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
 
@@ -210,7 +210,8 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
     """Simulate again, with the slowdown of ranks that compute on one host at the same time.
 
     The slowdown depends on the times of the actions, which depend on the slowdown. The simulation is therefore repeated
-    until the makespan is stable.
+    until the makespan is stable. Each repetition uses the mean of the old and the new slowdown, because with the new
+    slowdown alone, the makespan often alternates between two values.
     """
     if costs.overheads is None or costs.overheads.slower(np.array([float(program.num_ranks)]))[0] == 1:
         return walked
@@ -221,14 +222,16 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
     share = np.array(costs.shares, float)[columns.stage]
     host = hosts[rank_of]
     took = 0.0
-    for _ in range(_ROUNDS):
+    factor = np.ones(len(columns))
+    for number in range(_ROUNDS):
         starts, ends = (np.array(times, float) for times in (walked.starts, walked.ends))
         last = took
         took = float(ends.max(initial=0))
         if abs(took - last) <= _SETTLED * took:
             break
         # The first action of an overlapping pair has the time of both actions. Transfers occupy no rank.
-        factor = costs.overheads.crowded(starts, np.where(alone > 0, ends, starts), share, host)
+        new = costs.overheads.crowded(starts, np.where(alone > 0, ends, starts), share, host)
+        factor = (factor + new) / 2 if number else new
         seconds = np.where(alone > 0, alone * factor, timing.seconds)
         walked = walk(program, timing._replace(seconds=seconds, leads=_leads(program, seconds)))
     return walked

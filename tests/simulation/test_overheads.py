@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesched import Action, Costs, Program, lower, simulate
+from pipesched import Action, Costs, Program, lower, schedules, simulate
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
 from pipesched.program.dependencies import StageGraph
@@ -102,6 +102,14 @@ def test_hosts_are_crowded_each_by_itself():
 
 def test_more_ranks_than_cores_take_turns():
     assert ends(aside(6), Costs.uniform(6, overheads=Overheads(crowding=(1, 1))))["3F0"] == pytest.approx(3)
+
+
+def test_ranks_on_one_core_take_as_long_as_their_whole_work():
+    """Also if the simulation alternates between two makespans unless the slowdown changes gradually."""
+    seconds = (1.0, 1.6, 2.2)
+    costs = Costs(seconds, seconds, seconds, overheads=Overheads(crowding=(1,)))
+    program = schedules.get("1f1b").program(3, 4)
+    assert simulate(program, costs).makespan_s == pytest.approx(3 * 4 * sum(seconds), rel=1e-3)
 
 
 @quick
