@@ -161,6 +161,8 @@ class _Rank:
         if free < 0 or started[stage] > oldest + self._window:
             return False
         for microbatch in range(oldest, max(started.values())):
+            if free >= len(self._chunks):  # enough for any micro-batch, and each gives back all that it takes
+                return True
             if sum(count <= microbatch for count in started.values()) > free:
                 return False
             free += sum(finished[chunk] <= microbatch < started[chunk] for chunk in self._chunks)

@@ -119,7 +119,9 @@ class _Rank:
         self.weight_grad_s = costs.weight_grad_s[stage]
         self.forward_ends: list[float] = []
         self.input_grad_ends: list[float] = []
-        self.weight_grads = 0
+        self.forwards = 0
+        self.input_grads = 0
+        self.owed = 0  # the number of input gradients that have run without their weight gradients
         self.start_s: float = 0
         self.end_s: float = 0
         self.idle_s: float = 0  # idle time since the rank's first action
@@ -134,21 +136,6 @@ class _Rank:
         return order
 
     @property
-    def forwards(self) -> int:
-        """The number of forwards that have run."""
-        return len(self.forward_ends)
-
-    @property
-    def input_grads(self) -> int:
-        """The number of input gradients that have run."""
-        return len(self.input_grad_ends)
-
-    @property
-    def owed(self) -> int:
-        """The number of weight gradients that have not run, but whose input gradients have run."""
-        return self.input_grads - self.weight_grads
-
-    @property
     def held(self) -> float:
         """The number of micro-batches in memory. From its I to its W, a micro-batch counts as ``weight_grad_share``."""
         return self.forwards - self.input_grads + self._share * self.owed
@@ -159,18 +146,21 @@ class _Rank:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
         self.forward_ends.append(self.end_s)
+        self.forwards += 1
         self._writes.append(Order.F)
 
     def run_input_grad(self, ready_s: float) -> None:
         """Run the next input gradient. It starts no earlier than ``ready_s``, when the output gradient is ready."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
+        self.input_grads += 1
+        self.owed += 1
         self._writes.append(Order.I)
 
     def run_weight_grad(self) -> None:
         """Run the oldest weight gradient whose input gradient has run."""
         self._run(self.end_s, self.weight_grad_s)
-        self.weight_grads += 1
+        self.owed -= 1
         self._writes.append(Order.W)
 
     def _run(self, ready_s: float, seconds: float) -> None:

@@ -157,7 +157,7 @@ def _add_work(tables: Tables, work: Whole) -> None:
     for pair in range(tables.num_stages * tables.num_microbatches):
         code = pair * KINDS
         apart = seconds[code + INPUT_GRAD] + seconds[code + WEIGHT_GRAD]
-        rank = tables.rank_of[pair // tables.num_microbatches]
+        rank = tables.rank_of[tables.stage_of[pair]]
         work[rank] += seconds[code] + min(apart, seconds[code + BACKWARD])
 
 
@@ -215,8 +215,9 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
 @compiled
 def _waiting(tables: Tables, progress: Progress, code: int) -> int:
     """Return the rank whose next F, I or B on a stage needs the action ``code``; -1 if no rank needs it."""
-    stage = code // KINDS // tables.num_microbatches
-    microbatch = code // KINDS % tables.num_microbatches
+    pair = code // KINDS
+    stage = tables.stage_of[pair]
+    microbatch = pair - stage * tables.num_microbatches
     kind = code % KINDS
     if kind == FORWARD:
         waits = stage + 1 < tables.num_stages and progress.forwards[stage + 1] == microbatch
@@ -238,7 +239,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
     progress.clocks.done[tables.yields[code]] = end
     pair = code // KINDS
     kind = code % KINDS
-    stage = pair // tables.num_microbatches
+    stage = tables.stage_of[pair]
     if kind == FORWARD:
         progress.forwards[stage] += 1
         progress.forward_last[rank] = 1
@@ -357,12 +358,12 @@ def _prefer(tables: Tables, rule: Whole, progress: Progress, rank: int, earliest
 @compiled
 def _rating(tables: Tables, depth: int, code: int) -> int:
     """Return the priority of a forward among forwards, or of a backward among backwards."""
-    stage = code // KINDS // tables.num_microbatches
+    stage = tables.stage_of[code // KINDS]
     if code % KINDS != FORWARD or depth == 1:
         return -stage
     if depth == 0:
         return stage
-    microbatch = code // KINDS % tables.num_microbatches
+    microbatch = code // KINDS - stage * tables.num_microbatches
     return stage - microbatch * tables.num_stages
 
 
@@ -387,11 +388,13 @@ def fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
 def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
     """Return the W with the lowest micro-batch number among those that a rank owes; -1 if it owes none."""
     count = tables.num_microbatches
-    best = -1
+    best = _NONE
+    oldest = count
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
         stage = tables.chunks[at]
         microbatch = progress.weights[stage]
-        if microbatch < progress.gradients[stage] and (best < 0 or microbatch <= best // KINDS % count):
+        if microbatch < progress.gradients[stage] and microbatch <= oldest:
+            oldest = microbatch
             best = (stage * count + microbatch) * KINDS + WEIGHT_GRAD
     return best
 
@@ -452,7 +455,10 @@ def roomy(tables: Tables, progress: Progress, rank: int, resource: int, stage: i
         other = tables.chunks[chunk]
         oldest = min(oldest, progress.gradients[other])
         newest = max(newest, progress.forwards[other] + int(other == stage))
+    enough = tables.enough[at]
     for microbatch in range(oldest, newest):
+        if free >= enough:  # it stays so, because a finished micro-batch gives back all that it takes
+            return True
         back = 0
         peak = 0
         for chunk in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):

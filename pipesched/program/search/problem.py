@@ -129,6 +129,8 @@ class Tables(NamedTuple):
     rank_of_slot: Whole
     #: The rank of each stage.
     rank_of: Whole
+    #: The stage of each (stage, micro-batch) pair, because a lookup takes less time than a division.
+    stage_of: Whole
     #: The position in ``chunks`` of each rank's first stage, followed by the number of stages.
     first_chunk: Whole
     #: The stages of all ranks, rank after rank.
@@ -147,6 +149,8 @@ class Tables(NamedTuple):
     gives: Whole
     #: For each resource and rank, the limit.
     limits: Whole
+    #: For each resource and rank, an amount that suffices to run any micro-batch on all stages of the rank.
+    enough: Whole
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -189,6 +193,7 @@ def _tables(problem: Problem) -> Tables:
         first=whole(first),
         rank_of_slot=whole(rank for rank, chunks in enumerate(problem.chunks) for _ in range(3 * len(chunks) * count)),
         rank_of=whole(problem.placement),
+        stage_of=whole(stage for stage, _ in pairs),
         first_chunk=whole(first_chunk),
         chunks=whole(stage for chunks in problem.chunks for stage in chunks),
         seconds=whole(problem.times[kind][stage][microbatch] for kind, stage, microbatch in actions),
@@ -198,4 +203,16 @@ def _tables(problem: Problem) -> Tables:
         takes=whole(of.takes[kind][stage][mb] for of in of_all for kind, stage, mb in actions),
         gives=whole(of.gives[kind][stage][mb] for of in of_all for kind, stage, mb in actions),
         limits=whole(limit for of in of_all for limit in of.limits),
+        enough=whole(_enough(of, chunks, count) for of in of_all for chunks in problem.chunks),
     )
+
+
+def _enough(of: Resource, chunks: Sequence[int], count: int) -> int:
+    """Return an amount of a resource that suffices to run any micro-batch, alone, on all stages of a rank."""
+
+    def needed(microbatch: int) -> int:
+        forwards = sum(of.takes[FORWARD][stage][microbatch] for stage in chunks)
+        kinds = INPUT_GRAD, BACKWARD
+        return forwards + max((min(of.takes[kind][stage][microbatch] for kind in kinds) for stage in chunks), default=0)
+
+    return max(map(needed, range(count)))
