@@ -158,6 +158,7 @@ class AutoPlan:
                 device=self.devices[0],
                 intra_op_threads=self.numerics.intra_op_threads,
                 split_dims=self.numerics.split_dims,
+                ranks_are=self.ranks_are,
             )
         return Profile({rows: self.layered.graph(measured())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
 

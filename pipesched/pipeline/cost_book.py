@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipesched.capture.layered_model import LayeredModel
@@ -23,12 +22,12 @@ from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
 from pipesched.program.checkpoint_options import offloading
 from pipesched.runtime.rank_grid import RankGrid
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs, treated
 from pipesched.simulation.links import Links
-from pipesched.simulation.overheads import Overheads
+from pipesched.simulation.overheads import Overheads, RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts, Replication
 from pipesched.simulation.size_fit import Size, SizeFit
@@ -65,7 +64,7 @@ class CostBook:
         layered: the model's layers.
         loss_fn: the loss function. The costs of the last layer include the memory of the loss.
         guard: the StaleGuard, which lets the code that measures the layers read the model.
-        devices: one device per rank, including devices that the plan leaves unused.
+        host: the host of all ranks, including ranks that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
         links: the measured links between all ranks; None if unknown.
         replicas: the costs of the pipeline's replicas; None if there is only one replica.
@@ -79,7 +78,7 @@ class CostBook:
         layered: LayeredModel,
         loss_fn: Callable[[Any, Any], Any] | None,
         guard: StaleGuard,
-        devices: Sequence[torch.device],
+        host: RankHost,
         intra_op_threads: int,
         links: Links | None,
         replicas: ReplicaCosts | None,
@@ -102,7 +101,8 @@ class CostBook:
         self._model = model
         self._loss_fn = loss_fn
         self._guard = guard
-        self._devices = devices
+        self._devices = host.all_devices
+        self._ranks_are: RanksAre = "threads" if isinstance(host, ThreadRanks) else "processes"
         self._intra_op_threads = intra_op_threads
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
@@ -128,7 +128,7 @@ class CostBook:
         """
         if self.layers is None:
             without_contents = lacks_contents(self._model)
-            effort = replace(QUICK, crowds=crowds and not without_contents)
+            effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
             device = self._devices[0]
             with self._guard.lifted(), set_aside(self._model, self._loss_fn):
                 layers = measure(self.layered, device, self._intra_op_threads, effort)

@@ -210,7 +210,7 @@ class Pipeline(SavingInterface):
                 layered=layers,
                 loss_fn=loss_fn,
                 guard=self._guard,
-                devices=host.all_devices,
+                host=host,
                 intra_op_threads=threads,
                 links=search.links,
                 replicas=replicas,

@@ -30,7 +30,7 @@ from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import MeshRanks, RankHost, host_for
 from pipesched.simulation.exact_solver import check_solver
 from pipesched.simulation.links import Links
-from pipesched.simulation.overheads import RanksAre
+from pipesched.simulation.overheads import RanksAre, check_ranks_are
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
 from pipesched.torch_checks import as_call
@@ -160,6 +160,7 @@ def tune(
         Exception: any exception that a layer raises in a trial run.
 
     """
+    check_ranks_are(ranks_are)
     if prove:
         check_solver()
     given = {"num_ranks": num_ranks, "devices": devices, "mesh": mesh}
@@ -186,6 +187,7 @@ def tune(
 
     def decide(run: Run) -> Plan:
         options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers, "device": places[0]}
+        options["ranks_are"] = ranks_are
         if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
             options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
         options["thorough"] = not count  # quick measurements suffice if trial runs correct the costs

@@ -20,6 +20,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
 from pipesched.simulation.layer_memory import LayerMemory
+from pipesched.simulation.overheads import RanksAre
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
@@ -34,7 +35,7 @@ Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The settings that determine how thoroughly layers are measured."""
+    """The settings that determine how layers are measured, and how thoroughly."""
 
     #: Maximum number of rounds. A round measures the times of every layer once.
     rounds: int = 3
@@ -44,6 +45,10 @@ class Effort:
     checks: bool = False
     #: Whether to also measure how much longer layers take while another rank computes.
     crowds: bool = False
+    #: Whether the ranks of the plan will be "threads" or "processes". For threads, layers are measured in a new thread,
+    #: for processes in the current thread, because memory allocators treat new threads differently. For example, glibc
+    #: maps a tensor of more than 64 MiB again each time that a new thread allocates it.
+    ranks_are: RanksAre = "threads"
 
 
 #: The default settings: thorough enough to choose stage boundaries.
@@ -104,10 +109,7 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure layers in a new thread, because ranks also run in new threads.
-
-    Memory allocators can treat new threads differently from the main thread.
-    """
+    """Measure layers in a new thread or in the current thread, as ``effort.ranks_are`` requires."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
     survey = _Survey(device, caller, threads, effort)
@@ -117,8 +119,11 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) 
         with intra_op(threads), caller.held(), _training(layers), generators, outside_kept():
             return survey.of(calls)
 
-    with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
-        costs = pool.submit(run).result()
+    if effort.ranks_are == "threads":
+        with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
+            costs = pool.submit(run).result()
+    else:
+        costs = run()
     for warning in survey.warnings:  # issued in the caller's thread, so that warnings point at the user's line
         warn(warning)
     return costs

@@ -26,7 +26,7 @@ from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch, Microbatch, SplitDims, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
-from pipesched.simulation.overheads import Machine
+from pipesched.simulation.overheads import Machine, RanksAre, check_ranks_are
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.size_fit import SizeFit
 from pipesched.tensors.caller_context import Caller
@@ -64,6 +64,7 @@ def profile(
     split_dims: SplitDims = 0,
     whole_layers: Collection[str] = (),
     thorough: bool = True,
+    ranks_are: RanksAre = "threads",
     cache: str | PathLike[str] | None = None,
 ) -> Profile:
     """Measure the time and memory of each layer of a model, for micro-batches of several sizes.
@@ -98,6 +99,8 @@ def profile(
         thorough: whether to measure each size until two measurements agree, and to compare the sum of the layers' times
             with the time of the model. False: measure once, in less time. ``tune`` passes False if it runs plans,
             because the runs correct the costs. Default: True.
+        ranks_are: whether the ranks of the plan will be "threads" of one process, or "processes". Threads need more
+            time to allocate large CPU tensors. Default: "threads".
         cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
             profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no
             cache).
@@ -106,13 +109,15 @@ def profile(
         The Profile, for `pipesched.tune` and ``Search(profile=...)``.
 
     Raises:
-        InputError: the sample does not fit the forward's signature, or only one of loss_fn and target is given.
+        InputError: the sample does not fit the forward's signature, only one of loss_fn and target is given, or
+            ranks_are is neither "threads" nor "processes".
         ModelTypeError: the model is not an nn.Module, or is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         ScheduleError: a file in ``cache`` is not a profile.
         Exception: any error that the model's own code raises, with a note that names the layer.
 
     """
+    check_ranks_are(ranks_are)
     chain = as_model(model)
     args, kwargs = as_call(sample)
     where = as_device(device)
@@ -132,6 +137,7 @@ def profile(
         split_dims,
         list(whole_layers),
         thorough,
+        ranks_are,
         *measured_on,
         own,
         code_of(optimizer),
@@ -145,6 +151,7 @@ def profile(
     known = [layered(chain, batch.inputs[0], whole_layers) for batch in batches]
     passes: list[list[dict[str, LayerCosts]]] = [[] for _ in batches]
     count, base = (_PASSES, _EFFORT) if thorough else (1, _QUICK_EFFORT)
+    base = replace(base, ranks_are=ranks_are)
     for number, (batch, model_of, own_passes) in product(range(count), zip(batches, known, passes, strict=True)):
         if number == 2 and _agree(*own_passes):
             continue
@@ -152,10 +159,10 @@ def profile(
         with set_aside(chain, loss):
             own_passes.append(measure(model_of, where, threads, effort))
             if thorough and batch.rows[0] == has and effort.checks:
-                _check_sum(own_passes[-1], chain, batch, where, threads)
+                _check_sum(own_passes[-1], chain, batch, where, threads, base)
             if loss is not None:
                 last, costs = own_passes[-1].popitem()
-                own_passes[-1][last] = _with_loss(costs, chain, batch, loss, where, threads)
+                own_passes[-1][last] = _with_loss(costs, chain, batch, loss, where, threads, base)
     costs_of_batches = [_between(each) for each in passes]
     measured = zip(sizes, known, costs_of_batches, strict=False)
     graphs = {size: model_of.graph(costs) for size, model_of, costs in measured}
@@ -185,13 +192,19 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
 
 
 def _with_loss(
-    costs: LayerCosts, model: nn.Module, batch: Batch, loss: nn.Module, device: torch.device, threads: int
+    costs: LayerCosts,
+    model: nn.Module,
+    batch: Batch,
+    loss: nn.Module,
+    device: torch.device,
+    threads: int,
+    effort: Effort,
 ) -> LayerCosts:
     """Return the last layer's costs plus the costs of the loss."""
     args, kwargs = batch.inputs[0]
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))
-    own = loss_costs(loss, output, batch.targets[0], device, threads, _EFFORT)
+    own = loss_costs(loss, output, batch.targets[0], device, threads, effort)
     times = {column: getattr(costs, column) + getattr(own, column) for column in TIMES}
     return with_loss_bytes(replace(costs, **times), own)
 
@@ -219,7 +232,12 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
 
 
 def _check_sum(
-    costs: Mapping[str, LayerCosts], model: nn.Module, batch: Batch, device: torch.device, threads: int
+    costs: Mapping[str, LayerCosts],
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    threads: int,
+    effort: Effort,
 ) -> None:
     """Warn if the layers' times do not add up to the model's time.
 
@@ -228,7 +246,7 @@ def _check_sum(
     if lacks_contents(model) or sum(parameter.nbytes for parameter in model.parameters()) > _LARGEST_BYTES:
         return
     calls = {"model": (model, unchanged(batch.inputs[0]))}
-    whole = measure_calls(calls, (), device, threads, _EFFORT)["model"]
+    whole = measure_calls(calls, (), device, threads, effort)["model"]
     if why := doubt_of_sum(costs, whole):
         warn(
             f"layer times should add up to the model's time; {why}; the machine may have been busy: measure again when "

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.checks import as_list, check_number
-from pipesched.errors import ScheduleError
+from pipesched.checks import as_list, check_number, shown
+from pipesched.errors import InputError, ScheduleError
 from pipesched.json_files import maybe, read_fields
 from pipesched.program.action_arrays import Ints
 from pipesched.simulation.links import Link, Links, check_speed, check_times
 
-__all__ = ["Machine", "Overheads", "RanksAre"]
+__all__ = ["Machine", "Overheads", "RanksAre", "check_ranks_are"]
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +26,12 @@ _MESSAGE_ON_HOST = Link(latency_s=125e-6, bytes_per_s=7e9)
 
 #: Whether ranks are threads of one process (``devices=``) or processes (``mesh=``).
 RanksAre = Literal["threads", "processes"]
+
+
+def check_ranks_are(ranks_are: object) -> None:
+    """Raise InputError unless ``ranks_are`` is "threads" or "processes"."""
+    if ranks_are not in get_args(RanksAre):
+        raise InputError(f"ranks_are= must be 'threads' or 'processes'; got {shown(ranks_are)}; pass one of them")
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class Machine:
 
         ``crowding`` is the slowdown factor measured while one other rank computed (see `Overheads.beside`).
         """
+        check_ranks_are(ranks_are)
         threads = ranks_are == "threads"
         overheads = self.threads if threads else self.processes
         return {"links": None if threads else self.links, "overheads": overheads and overheads.beside(crowding)}

@@ -123,6 +123,7 @@ class Profile:
 
         Raises:
             ScheduleError: for missing, unknown or repeated layers.
+            InputError: ``ranks_are`` is neither "threads" nor "processes".
 
         """
         rule = "stages must be a list of lists of layers"

@@ -19,8 +19,14 @@ def test_all_ranks_run_plans_and_get_one(ranks: Ranks) -> None:
 
 def test_rank_0_alone_measures(ranks: Ranks) -> None:
     (measured, plan), (none, other) = ranks.run(2, jobs.only_rank_0_measures, timeout_s=60)
-    assert (measured, none) == (1, 0)
+    assert (measured, none) == (["processes"], [])
     assert plan == other
+
+
+def test_layers_of_a_mesh_are_measured_in_the_threads_of_its_ranks(ranks: Ranks) -> None:
+    for names in ranks.run(2, jobs.layers_run_in_the_rank, timeout_s=60):
+        assert "pipesched-profiler_0" not in names
+        assert "MainThread" in names
 
 
 def test_what_cannot_be_is_an_error_on_all_ranks(ranks: Ranks) -> None:

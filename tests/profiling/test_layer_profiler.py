@@ -1,5 +1,6 @@
 """Costs of layers: exact sizes, and the order of times. No test depends on how long anything takes."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from torch import nn
 import pipesched
 from pipesched import Costs
 from pipesched.errors import InputError
-from pipesched.profiling.layer_profiler import _Kind, measure_layers
+from pipesched.profiling import profile_model
+from pipesched.profiling.layer_profiler import Effort, _Kind, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs
 from pipesched.simulation.layer_memory import LayerMemory
 
@@ -125,6 +127,30 @@ def test_layers_are_measured_under_the_callers_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         costs = measure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4))
     assert costs["0"].memory.output_bytes == costs["1"].memory.input_bytes == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(("ranks_are", "here"), [("threads", False), ("processes", True)])
+def test_layers_run_in_the_kind_of_thread_in_which_ranks_run(ranks_are, here):
+    threads = set()
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            threads.add(threading.get_ident())
+            return super().forward(x)
+
+    measure_layers({"layer": Noting(4, 4)}, ((torch.ones(2, 4),), {}), CPU, 1, Effort(ranks_are=ranks_are))
+    assert {thread == threading.get_ident() for thread in threads} == {here}
+
+
+def test_a_profile_is_made_for_the_kind_of_ranks(tmp_path, monkeypatch):
+    real, asked = profile_model.measure, []
+    monkeypatch.setattr(profile_model, "measure", lambda *args: asked.append(args[-1].ranks_are) or real(*args))
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    for kind in ("threads", "processes", "processes"):  # the last one is in the cache
+        pipesched.profile(model, sample, rows=[2], thorough=False, ranks_are=kind, cache=tmp_path)
+    assert asked == ["threads", "processes"]
+    with pytest.raises(InputError, match="ranks_are= must be 'threads' or 'processes'; got 'thread'"):
+        pipesched.profile(model, sample, ranks_are="thread")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,6 +1,7 @@
 """Jobs of test_mesh_tuning: each function runs on all ranks of a group at the same time."""
 
 import copy
+import threading
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline, Plan
+from pipesched import Pipeline, Plan, Search
 from pipesched.testing import reference_step
 
 X, Y = (torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -46,14 +47,14 @@ def a_plan_is_confirmed_by_all(group: Any) -> dict[str, Any]:
     return plan.to_dict()
 
 
-def only_rank_0_measures(group: Any) -> tuple[int, dict[str, Any]]:
-    """Return the number of times that this rank measures, and the plan."""
+def only_rank_0_measures(group: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return what the ranks are in each measurement of this rank, and the plan."""
     from pipesched.pipeline import tune as tuning
 
     real, calls = tuning.measure, []
 
     def measure(*args: Any, **kwargs: Any) -> Any:
-        calls.append(group.rank())
+        calls.append(kwargs["ranks_are"])
         time.sleep(0.1)
         return real(*args, **kwargs)
 
@@ -62,7 +63,24 @@ def only_rank_0_measures(group: Any) -> tuple[int, dict[str, Any]]:
         plan = tuned(group, model(), confirm=0)
     finally:
         tuning.measure = real
-    return len(calls), plan.to_dict()
+    return calls, plan.to_dict()
+
+
+def layers_run_in_the_rank(group: Any) -> list[str]:
+    """Return the names of the threads in which layers run while a pipeline is made."""
+    names = set()
+
+    class Noting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            names.add(threading.current_thread().name)
+            return super().forward(x)
+
+    own = nn.Sequential(*(Noting(8, 8) for _ in range(4)))
+    options: dict[str, Any] = {"loss_fn": functional.mse_loss, "mesh": DeviceMesh.from_group(group, "cpu")}
+    for search in (Search(), Search(batch_size=8)):  # with a batch size, several sizes of micro-batches are measured
+        with Pipeline(own, X, schedule="auto", search=search, **options):
+            pass
+    return sorted(names)
 
 
 def what_cannot_be_asked(group: Any) -> str:
