@@ -4,30 +4,23 @@ The search is repeated with the corrected costs. The caller supplies the functio
 runs the plans on devices. In tests, it simulates them with other costs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
-import networkx as nx
-
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import Candidate
-from pipesched.planning.cost_correction import Known, StageTimes
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import Plan
-from pipesched.planning.replan_verdict import certain, strayed
+from pipesched.planning.profile_correction import corrected
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner
-from pipesched.program.actions import Kind
-from pipesched.simulation.comparison import Pair, StageComparison, compared
-from pipesched.simulation.layer_costs import TIMES, LayerCosts, costs_of
-from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_speed
 
-__all__ = ["Run", "confirmed_plan", "corrected", "settled"]
+__all__ = ["Run", "confirmed_plan", "settled"]
 
 Progress = Callable[[float], None]
 
@@ -39,7 +32,6 @@ _LEAST = 0.01  # differences below this fraction of a step are ignored
 _TIMES_NOISE = 2
 _ERROR_OF_PREDICTION = 0.03  # the typical relative error of a predicted step time
 _ERROR_OF_MEDIAN = 1.86  # standard error of a median = this factor x median deviation / sqrt(count)
-_SWEEPS = 3  # passes over all plans that ran; a correction with one plan changes the correction with the next
 
 
 @dataclass(frozen=True)
@@ -282,107 +274,3 @@ def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative
     if other.step_s / chosen_s - 1 >= -WORTH or other.step_s < least_s * (1 - WORTH):
         return other
     return replace(other, note=f"predicted {quote_speed(chosen_s / other.step_s)}, but it was not run")
-
-
-# ---- corrected layer costs ------------------------------------------------------------------------------------------
-
-
-def corrected(
-    profile: Profile, ran: Sequence[tuple[EvaluatedCandidate, Sequence[Trace]]], batch_size: int, sweeps: int = _SWEEPS
-) -> Profile:
-    """Correct a profile's layer times, for all micro-batch sizes, so that they reproduce the measured stage times.
-
-    A stage's time does not show which of its layers are slower than profiled (see
-    `pipesched.planning.cost_correction`), but the stage times of plans with different boundaries do. The layer times
-    are therefore corrected with one plan after another, ending with the best plan.
-
-    Args:
-        profile: the measured layers.
-        ran: the plans that ran, best first, each with its measured steps.
-        batch_size: the number of rows in a batch.
-        sweeps: the number of passes over the plans.
-
-    """
-    factors = {name: dict.fromkeys(TIMES, 1.0) for name in profile.layers}
-    for found, steps in [*reversed(ran)] * sweeps:
-        graph = profile.graph(-(-batch_size // found.candidate.num_microbatches))
-        first = {name: costs_of(graph, name) for name in graph}
-        known = Known({name: _times(costs, factors[name]) for name, costs in first.items()}, first)
-        new = known.corrected(_stage_times(found, steps, first), certain(strayed(steps))).layers
-        factors = {name: _ratios(new[name], costs) for name, costs in first.items()}
-    return replace(profile, graphs={rows: _scaled(graph, factors) for rows, graph in profile.graphs.items()})
-
-
-def _stage_times(
-    found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
-) -> list[StageTimes]:
-    """Return the times of each stage per micro-batch, corrected by the measured steps.
-
-    Each time is the sum of the times in ``layers``, multiplied by the stage's ratio of measured to predicted time.
-    """
-    stages: dict[int, list[StageComparison]] = {}
-    for step in steps:
-        for own in compared(found.trace, step).stages:
-            stages.setdefault(own.stage, []).append(own)
-    times = []
-    for stage, names in enumerate(found.stages):
-        slower = _slower(stages.get(stage, []))
-        whole = {time: slower[time] * sum(getattr(layers[name], time) for name in names) for time in TIMES}
-        times.append(StageTimes(names, None, **whole))
-    return times
-
-
-def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
-    """Return the ratios of measured to predicted time on one stage, keyed by the names in ``TIMES``.
-
-    Each ratio is the median over the steps.
-    """
-    return {time: _ratio([own.seconds for own in steps], *kinds) for time, kinds in _KINDS.items()}
-
-
-def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
-    """Return the median over all steps of measured time / predicted time, for the actions of ``kinds``.
-
-    If a step has no such actions, its actions of ``others`` are used. If it has neither, or if the predicted time is 0,
-    the step's ratio is 1.
-    """
-    ratios = []
-    for seconds in steps:
-        pairs = [seconds[kind] for kind in kinds if kind in seconds] or [
-            seconds[kind] for kind in others if kind in seconds
-        ]
-        predicted = sum(pair.predicted for pair in pairs)
-        ratios.append(sum(pair.measured for pair in pairs) / predicted if predicted else 1.0)
-    return median(ratios) if ratios else 1.0
-
-
-#: For each of ``TIMES``: the kinds of actions that measure it, and the kinds to use in steps without such actions.
-_KINDS: dict[str, tuple[Sequence[Kind], Sequence[Kind]]] = {
-    "forward_s": ((Kind.F,), ()),
-    "backward_s": ((Kind.B,), (Kind.I, Kind.W)),
-    "input_grad_s": ((Kind.I,), (Kind.B,)),
-    "weight_grad_s": ((Kind.W,), (Kind.B,)),
-}
-
-
-def _times(costs: LayerCosts, factors: Mapping[str, float]) -> LayerCosts:
-    times: dict[str, Any] = {time: getattr(costs, time) * factors[time] for time in TIMES}
-    return replace(costs, **times)
-
-
-def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
-    return {time: getattr(new, time) / getattr(first, time) if getattr(first, time) else 1.0 for time in TIMES}
-
-
-def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """Scale the layer times of a graph. Scale ``waiting_s`` and ``crowded_s`` like the sum of forward and backward."""
-    scaled = graph.copy()
-    for name, node in scaled.nodes(data=True):
-        first = costs_of(graph, name)
-        new = _times(first, factors[name])
-        took_s = first.forward_s + first.backward_s
-        node.update({time: getattr(new, time) for time in TIMES})
-        for part in ("waiting_s", "crowded_s"):
-            if getattr(first, part) and took_s:
-                node[part] = getattr(first, part) * (new.forward_s + new.backward_s) / took_s
-    return scaled

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from operator import mul
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesched import simulate
-from pipesched.planning.confirmation import _Tried, _usual_deviation, confirmed_plan, corrected, settled
+from pipesched.planning.confirmation import _Tried, _usual_deviation, confirmed_plan, settled
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
+from pipesched.planning.profile_correction import corrected
 from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner, find_plan
@@ -40,7 +42,9 @@ class Machine:
     def step(self, plan, factor=1.0):
         rows = self.batch_size // plan.program.num_microbatches
         costs = self.truth.costs(plan.stages, rows, keep=checkpoint_by_layer(plan.checkpoint))
-        times = {time: tuple(factor * own for own in getattr(costs, time)) for time in TIMES}
+        slow = factor if isinstance(factor, tuple) else (factor,) * plan.program.num_ranks  # of each rank
+        slower = [slow[rank] for rank in plan.program.placement]
+        times = {time: tuple(map(mul, slower, getattr(costs, time))) for time in TIMES}
         return simulate(plan.treated, replace(costs, **times))
 
 
@@ -124,6 +128,33 @@ def test_corrected_costs_are_the_true_ones(heavy):
             own, true = (costs_of(each.graph(rows), name) for each in (new, known))
             assert [getattr(own, time) for time in TIMES] == pytest.approx([getattr(true, time) for time in TIMES])
             assert own.memory == true.memory
+
+
+def corrections(known, told, ranks_of_steps):
+    """The factors by which the times of layers are corrected, if in each step the two ranks are so much slower."""
+    tuner, machine = Tuner(search(told)), Machine(known)
+    found = tuner.search()
+    plan = tuner.plan(found)
+    new = corrected(told, [(found, [machine.step(plan, factors) for factors in ranks_of_steps])], 8)
+    return [costs_of(new.graph(1), name).forward_s / costs_of(told.graph(1), name).forward_s for name in told.layers]
+
+
+def test_differences_between_stages_that_noise_explains_are_not_corrected():
+    known = profile([1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0])
+    factors = corrections(known, known, [(1.5, 1.2), (1.2, 1.5), (1.5, 1.25), (1.2, 1.5)])
+    assert factors == pytest.approx([factors[0]] * 7)  # all stages are slower, which is no noise
+    assert factors[0] == pytest.approx(1.35, rel=0.05)
+
+
+def test_differences_that_noise_does_not_explain_are_corrected_nearly_as_far_as_they_go():
+    lie, known = lying(8)
+    noisy = corrections(known, lie, [(1.1, 1.0), (1.0, 1.1)] * 4)
+    assert noisy == pytest.approx([1.05] * 6 + [5.2] + [1.05], rel=0.1)
+
+
+def test_the_same_difference_in_all_steps_is_corrected_as_a_whole():
+    known = profile([1.0] * 8)
+    assert sorted(corrections(known, known, [(1.4, 1.0)] * 3)) == pytest.approx([1.0] * 4 + [1.4] * 4)
 
 
 @settings(max_examples=5)
