@@ -73,9 +73,7 @@ def chosen(truth: Sequence[float], layers: float, trials: float, seeds: int) -> 
         draw = random.Random(seed)
         trend = draw.gauss(0, layers)
         last = len(truth) - 1
-        noisy = [
-            seconds * exp(draw.gauss(0, layers) + trend * (1 - 2 * at / last)) for at, seconds in enumerate(truth)
-        ]
+        noisy = [seconds * exp(draw.gauss(0, layers) + trend * (1 - 2 * at / last)) for at, seconds in enumerate(truth)]
         search = request(profile(noisy))
         confirmed = confirmed_plan(search, runs(truth, trials, draw), PLANS)
         yield true_step_s(confirmed, truth), true_step_s(find_plan(search), truth)
