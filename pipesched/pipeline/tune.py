@@ -186,8 +186,12 @@ def tune(
         num_ranks = len(places)
 
     def decide(run: Run) -> Plan:
-        options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers, "device": places[0]}
-        options["ranks_are"] = ranks_are
+        options: dict[str, Any] = {
+            "split_dims": split_dims,
+            "whole_layers": whole_layers,
+            "device": places[0],
+            "ranks_are": ranks_are,
+        }
         if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
             options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
         options["thorough"] = not count  # quick measurements suffice if trial runs correct the costs

@@ -12,6 +12,7 @@ from typing import Any
 
 import networkx as nx
 
+from pipesched.partitioning.result import StageLayers
 from pipesched.planning.cost_correction import Known, StageTimes
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.replan_verdict import certain, strayed
@@ -22,6 +23,9 @@ from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
 
 __all__ = ["corrected"]
+
+#: The predicted and measured times of the stages in one step.
+Stages = tuple[StageComparison, ...]
 
 _SWEEPS = 3  # passes over all plans that ran; a correction with one plan changes the correction with the next
 
@@ -44,27 +48,32 @@ def corrected(
 
     """
     factors = {name: dict.fromkeys(TIMES, 1.0) for name in profile.layers}
-    for found, steps in [*reversed(ran)] * sweeps:
+    comparisons = [[compared(found.trace, step).stages for step in steps] for found, steps in ran]
+    for (found, steps), compared_steps in [*reversed([*zip(ran, comparisons, strict=True)])] * sweeps:
         graph = profile.graph(-(-batch_size // found.candidate.num_microbatches))
         first = {name: costs_of(graph, name) for name in graph}
         known = Known({name: _times(costs, factors[name]) for name, costs in first.items()}, first)
-        new = known.corrected(_stage_times(found, steps, first), certain(strayed(steps))).layers
+        new = known.corrected(_stage_times(found.stages, compared_steps, first), certain(strayed(steps))).layers
         factors = {name: _ratios(new[name], costs) for name, costs in first.items()}
-    factors = _damped(factors, _certainty(ran), _common_factor(profile, factors))
+    factors = _damped(factors, _certainty(comparisons), _common_factor(profile, factors))
     return replace(profile, graphs={rows: _scaled(graph, factors) for rows, graph in profile.graphs.items()})
 
 
-def _certainty(ran: Sequence[tuple[EvaluatedCandidate, Sequence[Trace]]]) -> float:
+def _certainty(plans: Sequence[Sequence[Stages]]) -> float:
     """Return the fraction of the differences between stages that noise cannot explain: 1 if steps have no noise.
 
     A difference is a stage's logarithmic ratio of measured to predicted time, minus the mean ratio of the same step.
     The variance of these differences between stages contains the variance of their means over the steps, which is
     estimated from the variation between the steps of one plan (the method of moments, DerSimonian and Laird 1986).
+
+    Args:
+        plans: for each plan that ran, the comparison of each step with the prediction.
+
     """
     between = []
     within = []
-    for found, steps in ran:
-        for differences in zip(*(_differences(found.trace, step) for step in steps), strict=True):
+    for steps in plans:
+        for differences in zip(*map(_differences, steps), strict=True):
             between.append(fmean(differences) ** 2)
             if len(differences) > 1:
                 within.append(variance(differences) / len(differences))
@@ -72,9 +81,9 @@ def _certainty(ran: Sequence[tuple[EvaluatedCandidate, Sequence[Trace]]]) -> flo
     return max(0.0, 1 - fmean(within) / found_variance) if within and found_variance else 1.0
 
 
-def _differences(predicted: Trace, measured: Trace) -> list[float]:
+def _differences(stages: Stages) -> list[float]:
     """Return the logarithmic ratio of measured to predicted time of each stage, minus the mean of these ratios."""
-    works = [own.work_s for own in compared(predicted, measured).stages]
+    works = [own.work_s for own in stages]
     ratios = [log(work.measured / work.predicted) if min(work) > 0 else 0.0 for work in works]
     return [ratio - fmean(ratios) for ratio in ratios]
 
@@ -96,19 +105,17 @@ def _damped(factors: Mapping[str, Mapping[str, float]], certainty: float, common
     }
 
 
-def _stage_times(
-    found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
-) -> list[StageTimes]:
+def _stage_times(cut: StageLayers, steps: Sequence[Stages], layers: Mapping[str, LayerCosts]) -> list[StageTimes]:
     """Return the times of each stage per micro-batch, corrected by the measured steps.
 
     Each time is the sum of the times in ``layers``, multiplied by the stage's ratio of measured to predicted time.
     """
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
-        for own in compared(found.trace, step).stages:
+        for own in step:
             stages.setdefault(own.stage, []).append(own)
     times = []
-    for stage, names in enumerate(found.stages):
+    for stage, names in enumerate(cut):
         slower = _slower(stages.get(stage, []))
         whole = {time: slower[time] * sum(getattr(layers[name], time) for name in names) for time in TIMES}
         times.append(StageTimes(names, None, **whole))

@@ -48,7 +48,7 @@ def a_plan_is_confirmed_by_all(group: Any) -> dict[str, Any]:
 
 
 def only_rank_0_measures(group: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return what the ranks are in each measurement of this rank, and the plan."""
+    """Return the argument ``ranks_are`` of each measurement on this rank, and the plan."""
     from pipesched.pipeline import tune as tuning
 
     real, calls = tuning.measure, []
