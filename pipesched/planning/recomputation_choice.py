@@ -9,11 +9,12 @@ recomputed.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from math import comb
 from typing import Any
 
 import networkx as nx
+import numpy as np
 
 from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition, balance, partition
@@ -31,6 +32,7 @@ from pipesched.simulation.layer_costs import costs_of
 __all__ = ["RecomputationChooser"]
 
 _TRIES = 6  # maximum number of partitions to try under a memory limit
+_ALL_CUTS = 20_000  # balanced cuts are selected only if there are at most this many cuts; this takes about 0.1 s
 _PER_BYTE = 1e-12  # seconds that represent a byte where the partitioner expects a time: one tick of the partitioner
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
@@ -126,14 +128,28 @@ class RecomputationChooser:
         found = partition(weights, candidate.num_stages, placement=placement, exactly=True)
         yield [self._search.pins.places[stage[0]] for stage in found.stages]
 
-    def all_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
-        """Return all allowed cuts of the layers into the candidate's stages; [] if there are more than ``most``."""
+    def balanced_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
+        """Return the allowed cuts of the layers into the candidate's stages whose busiest rank has the least work.
+
+        Returns [] if there are more than ``_ALL_CUTS`` cuts.
+
+        Args:
+            candidate: the candidate.
+            most: the maximum number of cuts to return.
+
+        """
         pins = self._search.pins
         layers = len(pins.layers)
-        if pins.complete or comb(layers - 1, candidate.num_stages - 1) > most:
+        if pins.complete or comb(layers - 1, candidate.num_stages - 1) > _ALL_CUTS:
             return []
-        every = ((0, *starts) for starts in combinations(range(1, layers), candidate.num_stages - 1))
-        return [pins.stages(starts) for starts in every if pins.allows(starts)]
+        every = [(0, *starts) for starts in combinations(range(1, layers), candidate.num_stages - 1)]
+        graph = self.graph(candidate.num_microbatches)
+        costs = [costs_of(graph, name) for name in pins.layers]
+        before_s = np.cumsum([0.0, *(own.forward_s + own.backward_s for own in costs)])
+        stage_s = np.diff(before_s[np.array([(*starts, layers) for starts in every])])
+        rank_s = stage_s @ (np.array(candidate.placement)[:, None] == np.arange(candidate.num_ranks))
+        ranked = (every[at] for at in np.argsort(rank_s.max(axis=1), kind="stable").tolist())
+        return [pins.stages(starts) for starts in islice(filter(pins.allows, ranked), most)]
 
     def within_limits(
         self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()

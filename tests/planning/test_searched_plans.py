@@ -1,15 +1,19 @@
 """Plans with searched orders: when they are chosen, their memory limits, and loading one without a search."""
 
+from itertools import combinations
+
 import pytest
 
 from pipesched import Plan, schedules, simulate, validate
 from pipesched.errors import ScheduleError
 from pipesched.partitioning.partition import balance
 from pipesched.planning.candidates import Candidate, candidates
+from pipesched.planning.effort import Effort
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import searched_before
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.program.liveness import peak_in_flight
@@ -201,3 +205,26 @@ def test_an_order_is_searched_for_the_placement_that_is_given(placement):
 def test_options_without_a_plan_are_refused(option, rule):
     with pytest.raises(ScheduleError, match=rule):
         asked_with(**option)
+
+
+@pytest.mark.parametrize("pinned", [{}, {"together": [("layer2", "layer5")]}, {"boundaries": {"layer4": 2}}])
+def test_balanced_cuts_are_those_with_the_least_work_of_the_busiest_rank(pinned):
+    times = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    known = profile(times)
+    search = SearchRequest(known, Pins(list(known.layers), **pinned), 2, 8, (8,))
+    candidate = Candidate(
+        schedule=schedules.get("zb-v"), num_ranks=2, num_microbatches=8, splits=True, checkpoint="never"
+    )
+    chooser = RecomputationChooser(search, Effort(search.effort))
+
+    def busiest(stages):
+        work = [sum(times[int(name.removeprefix("layer"))] for name in names) for names in stages]
+        return max(work[0] + work[3], work[1] + work[2])
+
+    every = [(0, *starts) for starts in combinations(range(1, 8), 3)]
+    allowed = [search.pins.stages(starts) for starts in every if search.pins.allows(starts)]
+    found = chooser.balanced_cuts(candidate, 3)
+    assert len(set(found)) == 3 < len(allowed)
+    assert set(found) <= set(allowed)
+    assert sorted(map(busiest, found)) == sorted(map(busiest, allowed))[:3]
+    assert set(chooser.balanced_cuts(candidate, 1000)) == set(allowed)

@@ -39,7 +39,8 @@ Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[
 _NAME = "searched"
 _NEAR = 1.4  # orders are searched only for cuts whose step is within this factor of the fastest step
 _PAIRS = 4  # maximum number of placements for which orders are searched
-_CUTS = 200  # if a placement has at most this many cuts, orders are searched for all of them
+_CUTS = 200  # maximum number of cuts of a placement for which bounds are computed, to search for orders
+_TO_BOUND = 0.1  # the fraction of the effort for these bounds
 _MOVED = 2  # maximum number of candidates with a searched order whose boundaries are moved
 _TRIES = 3  # maximum number of searches, each with a lower limit, until the total memory of each rank is within limits
 _STARTS = 8  # maximum number of programs to start from
@@ -50,6 +51,7 @@ _TO_LEAN = 0.1  # the fraction of the effort kept for orders that hold fewer mic
 _PER_LEAN = 0.05  # the fraction of the effort for one such order
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
+_LEAST_SHARE = 1 / 960  # the smallest of these shares at which `searched` changes list schedules
 _A_STEP = 0.15  # the effort of one annealing step per action of the program, in actions
 _A_LIST = 15  # the effort of one list schedule per action of the program, in actions
 
@@ -104,7 +106,7 @@ class OrderSearch:
             if self._bound_s(known[0]) < best_s:
                 made += self._made(known, self._all * share)
             if _key(known[0]) not in searched:
-                made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
+                made += self._of_balanced_cuts(known[0], min((best_s, *(each.step_s for each in made))))
             searched.add(_key(known[0]))
         made.sort(key=_speed)
         can_lean = bool(made) and self._share(made[0].candidate, self._all * _PER_LEAN) is not None
@@ -141,21 +143,28 @@ class OrderSearch:
             else:
                 too_few = most
 
-    def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
-        """Search for orders for every cut of the layers. Yield each candidate that is faster than the best so far.
+    def _of_balanced_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
+        """Search for orders for well-balanced cuts. Yield each candidate that is faster than the best so far.
 
-        Yields nothing if there are more than ``_CUTS`` cuts.
+        The cuts with the lowest bounds come first.
         """
-        cuts = [self._chooser.evaluated(found.candidate, cut) for cut in self._chooser.all_cuts(found.candidate, _CUTS)]
+        most = min(_CUTS, int(self._all * _TO_BOUND / _A_MOVE))
+        every = self._chooser.balanced_cuts(found.candidate, most)
+        cuts = [self._chooser.evaluated(found.candidate, cut) for cut in every]
         self._effort.spend(_A_MOVE * len(cuts))
         bounds = [self._bound_s(cut) for cut in cuts]
+        effort = max(self._all * _PER_MOVE, _cost(found.candidate, _LEAST_SHARE))
+        best = None
         for at in sorted(range(len(cuts)), key=bounds.__getitem__):
             if bounds[at] >= best_s or self._effort.left < self._all / 2:
-                return
-            for made in self._made([cuts[at]], self._all * _PER_MOVE):
+                break
+            for made in self._made([cuts[at]], effort):
                 if made.step_s < best_s:
                     best_s = made.step_s
+                    best = made
                     yield made
+        if best is not None:
+            yield from self._made([best], self._all * _PER_PAIR)
 
     def _made(
         self, known: Sequence[EvaluatedCandidate], effort: float, most: Sequence[int] | None = None
