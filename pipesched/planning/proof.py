@@ -5,19 +5,14 @@ The bound holds for every order of actions that keeps the results bit-identical.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 from pipesched.planning.evaluated_candidate import WORTH
 from pipesched.planning.plan import Plan
-from pipesched.program.placement import Placement
-from pipesched.simulation.costs import Costs
+from pipesched.simulation.chain_costs import chain_costs
 from pipesched.simulation.exact_solver import solve
-from pipesched.simulation.links import Links
 
-__all__ = ["chain_costs", "proved"]
+__all__ = ["proved"]
 
-_ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
 _SOLVED = "solved"
 
 
@@ -25,7 +20,7 @@ def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effor
     """Return the plan with a bound that a solver has proved, and with the solver's order if that order is faster.
 
     The bound holds for all orders of the stages' actions that keep the results bit-identical, regardless of memory. The
-    bound includes the smallest latency of a link and the overhead per action, but no other costs of links, no other
+    bound includes the smallest latency of a link and the overheads of actions, but no other costs of links, no other
     overheads, and no recomputation. The solver's order is used if it fits into memory and if its simulated step, which
     includes all of these costs, is shorter by at least 0.5 %.
 
@@ -71,18 +66,3 @@ def _fits(plan: Plan, memory_limit_bytes: Sequence[int] | None) -> bool:
     if memory_limit_bytes is None:
         return True
     return all(memory.total_bytes <= limit for memory, limit in zip(plan.memory(), memory_limit_bytes, strict=False))
-
-
-def chain_costs(costs: Costs, placement: Placement) -> Costs:
-    """Adapt costs for `lower_bound` and `solve`, which support neither links nor overheads.
-
-    The overhead per action is added to the time of each action. The smallest latency of the links in use is added to
-    the time of each message.
-    """
-    overheads = costs.overheads
-    links = costs.links or (Links(overheads.link) if overheads else None)
-    ways = {way for way in pairwise(placement) if way[0] != way[1]}
-    latency_s = min((links.link(*way).latency_s for way in ways), default=0) if links else 0
-    action_s = overheads.action_s if overheads else 0
-    times: dict[str, Any] = {name: tuple(time_s + action_s for time_s in getattr(costs, name)) for name in _ACTIONS}
-    return replace(costs, transfer_s=costs.transfer_s + latency_s, links=None, overheads=None, **times)

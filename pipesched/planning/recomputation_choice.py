@@ -131,7 +131,8 @@ class RecomputationChooser:
     def balanced_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
         """Return the allowed cuts of the layers into the candidate's stages whose busiest rank has the least work.
 
-        Returns [] if there are more than ``_ALL_CUTS`` cuts.
+        If this work is the same for several cuts, those whose largest stage has the least work come first. Returns []
+        if there are more than ``_ALL_CUTS`` cuts.
 
         Args:
             candidate: the candidate.
@@ -148,7 +149,7 @@ class RecomputationChooser:
         before_s = np.cumsum([0.0, *(own.forward_s + own.backward_s for own in costs)])
         stage_s = np.diff(before_s[np.array([(*starts, layers) for starts in every])])
         rank_s = stage_s @ (np.array(candidate.placement)[:, None] == np.arange(candidate.num_ranks))
-        ranked = (every[at] for at in np.argsort(rank_s.max(axis=1), kind="stable").tolist())
+        ranked = (every[at] for at in np.lexsort((stage_s.max(axis=1), rank_s.max(axis=1).round(12))).tolist())
         return [pins.stages(starts) for starts in islice(filter(pins.allows, ranked), most)]
 
     def within_limits(

@@ -31,7 +31,6 @@ from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, la
 from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, no_partition
 from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.plan import Plan, Tie
-from pipesched.planning.proof import chain_costs
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.refinement.order_search import ORDER_GAIN, OrderSearch, as_searched, is_searched
@@ -40,6 +39,7 @@ from pipesched.planning.windows import is_windowed, window_of
 from pipesched.program.actions import Kind
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
+from pipesched.simulation.chain_costs import chain_costs
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
 from pipesched.simulation.tied_weight_costs import parameter_bytes, tied_groups, tied_traffic_bytes

@@ -24,8 +24,8 @@ from pipesched.program.generators.searched_orders import num_changes, num_lists,
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
 from pipesched.program.search.problem import num_evaluated
+from pipesched.simulation.chain_costs import with_overheads
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.links import Links
 from pipesched.simulation.simulator import simulate
 
 __all__ = ["ORDER_GAIN", "OrderSearch", "as_searched", "is_searched"]
@@ -40,6 +40,7 @@ _NAME = "searched"
 _NEAR = 1.4  # orders are searched only for cuts whose step is within this factor of the fastest step
 _PAIRS = 4  # maximum number of placements for which orders are searched
 _CUTS = 200  # maximum number of cuts of a placement for which bounds are computed, to search for orders
+_DIGITS = 4  # cuts are sorted by their bounds, rounded to this number of digits, and then by their largest stage
 _TO_BOUND = 0.1  # the fraction of the effort for these bounds
 _MOVED = 2  # maximum number of candidates with a searched order whose boundaries are moved
 _TRIES = 3  # maximum number of searches, each with a lower limit, until the total memory of each rank is within limits
@@ -155,7 +156,7 @@ class OrderSearch:
         bounds = [self._bound_s(cut) for cut in cuts]
         effort = max(self._all * _PER_MOVE, _cost(found.candidate, _LEAST_SHARE))
         best = None
-        for at in sorted(range(len(cuts)), key=bounds.__getitem__):
+        for at in sorted(range(len(cuts)), key=lambda at: round(bounds[at] / best_s, _DIGITS)):
             if bounds[at] >= best_s or self._effort.left < self._all / 2:
                 break
             for made in self._made([cuts[at]], effort):
@@ -285,23 +286,15 @@ def _times(found: EvaluatedCandidate) -> Costs:
     A recomputed stage keeps its inputs in memory instead of its activations.
     """
     costs = found.costs
-    overheads = costs.overheads
-    action_s = overheads.action_s if overheads else 0
+    action_s = costs.overheads.action_s if costs.overheads else 0
     recomputes = found.candidate.checkpoint in LADDER[1:]
-    before = [own + action_s for own in costs.recompute_s] if recomputes else [0.0] * costs.num_stages
+    before_s = [own + action_s if recomputes else 0.0 for own in costs.recompute_s]
     gradients: dict[str, Any] = {
-        name: tuple(own + more + action_s for own, more in zip(getattr(costs, name), before, strict=True))
+        name: tuple(own + more for own, more in zip(getattr(costs, name), before_s, strict=True))
         for name in ("input_grad_s", "backward_s")
     }
-    return replace(
-        costs,
-        forward_s=tuple(own + action_s for own in costs.forward_s),
-        weight_grad_s=tuple(own + action_s for own in costs.weight_grad_s),
-        links=costs.links or (Links(overheads.link) if overheads else None),
-        overheads=None,
-        activation_bytes=costs.input_bytes if recomputes else costs.activation_bytes,
-        **gradients,
-    )
+    held = costs.input_bytes if recomputes else costs.activation_bytes
+    return with_overheads(replace(costs, activation_bytes=held, **gradients), found.candidate.placement)
 
 
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
