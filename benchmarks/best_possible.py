@@ -26,8 +26,8 @@ from pipesched import Costs, schedules, simulate
 from pipesched.partitioning.result import StageLayers
 from pipesched.program.placement import Placement, linear, loop, v
 from pipesched.simulation.bounds import lower_bound
-from pipesched.simulation.chain_costs import chain_costs
 from pipesched.simulation.profile import Profile
+from pipesched.simulation.relaxation.chain_costs import chain_costs
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from pipesched.planning.evaluated_candidate import WORTH
 from pipesched.planning.plan import Plan
-from pipesched.simulation.chain_costs import chain_costs
 from pipesched.simulation.exact_solver import solve
+from pipesched.simulation.relaxation.chain_costs import chain_costs
 
 __all__ = ["proved"]
 
@@ -20,8 +20,8 @@ def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effor
     """Return the plan with a bound that a solver has proved, and with the solver's order if that order is faster.
 
     The bound holds for all orders of the stages' actions that keep the results bit-identical, regardless of memory. The
-    bound includes the smallest latency of a link and the overheads of actions, but no other costs of links, no other
-    overheads, and no recomputation. The solver's order is used if it fits into memory and if its simulated step, which
+    bound includes the smallest latency of a link and all overheads except crowding, but no other costs of links, and no
+    recomputation. The solver's order is used if it fits into memory and if its simulated step, which
     includes all of these costs, is shorter by at least 0.5 %.
 
     Args:

@@ -39,9 +39,9 @@ from pipesched.planning.windows import is_windowed, window_of
 from pipesched.program.actions import Kind
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
-from pipesched.simulation.chain_costs import chain_costs
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
+from pipesched.simulation.relaxation.chain_costs import chain_costs
 from pipesched.simulation.tied_weight_costs import parameter_bytes, tied_groups, tied_traffic_bytes
 from pipesched.units import quote_time
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pipesched import Costs, schedules, simulate
 from pipesched.program.placement import loop
 from pipesched.simulation.bounds import lower_bound
-from pipesched.simulation.chain_costs import chain_costs, with_overheads
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Overheads
+from pipesched.simulation.relaxation.chain_costs import chain_costs, with_overheads
 
 times = st.integers(1, 9).map(Fraction)
 

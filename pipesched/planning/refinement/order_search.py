@@ -24,8 +24,8 @@ from pipesched.program.generators.searched_orders import num_changes, num_lists,
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
 from pipesched.program.search.problem import num_evaluated
-from pipesched.simulation.chain_costs import with_overheads
 from pipesched.simulation.costs import Costs
+from pipesched.simulation.relaxation.chain_costs import with_overheads
 from pipesched.simulation.simulator import simulate
 
 __all__ = ["ORDER_GAIN", "OrderSearch", "as_searched", "is_searched"]
@@ -52,7 +52,7 @@ _TO_LEAN = 0.1  # the fraction of the effort kept for orders that hold fewer mic
 _PER_LEAN = 0.05  # the fraction of the effort for one such order
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
-_LEAST_SHARE = 1 / 960  # the smallest of these shares at which `searched` changes list schedules
+_LEAST_SHARE = _SHARES[-2]  # the smallest of these shares at which `searched` changes list schedules
 _A_STEP = 0.15  # the effort of one annealing step per action of the program, in actions
 _A_LIST = 15  # the effort of one list schedule per action of the program, in actions
 
@@ -285,16 +285,16 @@ def _times(found: EvaluatedCandidate) -> Costs:
 
     A recomputed stage keeps its inputs in memory instead of its activations.
     """
-    costs = found.costs
-    action_s = costs.overheads.action_s if costs.overheads else 0
-    recomputes = found.candidate.checkpoint in LADDER[1:]
-    before_s = [own + action_s if recomputes else 0.0 for own in costs.recompute_s]
+    costs = with_overheads(found.costs, found.candidate.placement)
+    if found.candidate.checkpoint not in LADDER[1:]:
+        return costs
+    action_s = found.costs.overheads.action_s if found.costs.overheads else 0
+    before_s = [own + action_s for own in costs.recompute_s]
     gradients: dict[str, Any] = {
         name: tuple(own + more for own, more in zip(getattr(costs, name), before_s, strict=True))
         for name in ("input_grad_s", "backward_s")
     }
-    held = costs.input_bytes if recomputes else costs.activation_bytes
-    return with_overheads(replace(costs, activation_bytes=held, **gradients), found.candidate.placement)
+    return replace(costs, activation_bytes=costs.input_bytes, **gradients)
 
 
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:

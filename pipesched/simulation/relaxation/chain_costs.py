@@ -39,7 +39,7 @@ def with_overheads(costs: Costs, placement: Placement) -> Costs:
     overheads = costs.overheads
     if overheads is None:
         return costs
-    receive_s, send_s = (_per_stage(costs, placement, end) for end in (overheads.receive, overheads.send))
+    receive_s, send_s = (_at_boundaries(costs, placement, end) for end in (overheads.receive, overheads.send))
     starts_s = [overheads.action_s + overheads.waking_s * (1 - share) for share in costs.shares]
     before, after = slice(None, -1), slice(1, None)  # the boundaries at which stages begin and end
     forward_s = _sums(starts_s, receive_s[before], send_s[after])
@@ -53,7 +53,7 @@ def with_overheads(costs: Costs, placement: Placement) -> Costs:
     return replace(costs, links=costs.links or Links(overheads.link), overheads=None, **times)
 
 
-def _per_stage(costs: Costs, placement: Placement, end: Link) -> list[float]:
+def _at_boundaries(costs: Costs, placement: Placement, end: Link) -> list[float]:
     """Return the time that a message takes at one end, for the begin of the first stage and the end of each stage.
 
     The time is 0 where no message passes between two ranks.
