@@ -51,6 +51,8 @@ class Call:
     writes: tuple[Value, ...] = ()
     #: Whether the call returns plain Python values instead of tensors.
     reads: bool = False
+    #: The plain Python value that the call returned, if it reads values. The code may branch on it.
+    outcome: Any = None
     random: bool = False
     #: Whether this is a call of a function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
@@ -156,6 +158,32 @@ class Capture:
             if not own and taken:
                 free.add(call.index)
         return frozenset(free)
+
+    @cached_property
+    def draws(self) -> dict[int, int]:
+        """The calls of random functions: call index -> number of earlier random calls."""
+        return {call.index: number for number, call in enumerate(call for call in self.calls if call.random)}
+
+    @cached_property
+    def roots(self) -> dict[Value, Value]:
+        """Map each value that results from an in-place change to the earliest value that is the same tensor object."""
+        roots: dict[Value, Value] = {}
+        for call in self.calls:
+            for position, place in call.changes.items():
+                before = call.arguments[position]
+                if before is not None:
+                    roots[call.index, place] = roots.get(before, before)
+        return roots
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """The calls and the data flow, without shapes and plain numbers. Equal ways are one path of the code."""
+        calls = ((str(call), call.takes, call.uses, call.gives, call.reads) for call in self.calls)
+        return *calls, self.output
+
+    def queries_within(self, other: "Capture") -> bool:
+        """Return whether the code queries only properties, such as shapes, that it also queries in ``other``."""
+        return self.quiet <= other.quiet and self.looked_at <= other.looked_at
 
     @cached_property
     def written_inputs(self) -> frozenset[Any]:

@@ -1,5 +1,6 @@
 """Captured model: any model as a sequence of layers in call order, from which stages are built."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.capture import Call, Capture
 from pipesched.capture.layer_graph import flow_of, gap, narrowest, unused, with_costs
+from pipesched.capture.paths import MOST_PATHS, BatchPaths, Paths
 from pipesched.capture.recording import Recording, recorded
 from pipesched.capture.replayed_body import Loose, ReplayedBody
 from pipesched.capture.stage_body import Body
@@ -24,6 +26,7 @@ from pipesched.model.tied_weights import Ties, Use
 from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import choose_rows
 from pipesched.tensors.tree_structure import tensors_in
 from pipesched.units import counted
@@ -65,8 +68,13 @@ class CapturedModel:
         except Exception as error:  # for example a detector that takes targets only in training
             self.missing = error
         else:
-            if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
+            if _is_within(own, other) or _is_within(other, own):
                 self.captures[not model.training] = other
+        #: The mode in which the sample's forward calls all layers. Cuts and costs come from this forward.
+        self.primary = model.training
+        if any(not _is_within(one, own) for one in self.captures.values()):
+            self.primary = not model.training
+        own = self.primary_capture
         for one in self.recordings.values():
             check_class_state(
                 model, one.capture.changed_classes, self.modules, [call.layer for call in own.layer_calls]
@@ -82,9 +90,19 @@ class CapturedModel:
         self.layers = {
             name: self.modules[call.layer]
             for position, (name, call) in enumerate(self.calls.items())
-            if position == 0 or all(gap(capture, position) for capture in self.captures.values())
+            if position == 0 or all(_may_begin(capture, name) for capture in self.captures.values())
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
+        self.parts_on = lru_cache(maxsize=MOST_PATHS)(self._parts_on)
+        self.paths = {
+            mode: Paths(model, self.modules, mode, self.recordings[mode], self.sample, self._check_path)
+            for mode in self.captures
+        }
+
+    @property
+    def primary_capture(self) -> Capture:
+        """The record of the forward that calls all layers."""
+        return self.captures[self.primary]
 
     def _recorded(self, mode: bool, layers: Mapping[str, nn.Module]) -> Capture:
         args, kwargs = self.sample
@@ -93,7 +111,7 @@ class CapturedModel:
 
     def check(self, program: Program) -> None:
         """Raise GraphError or ScheduleError if the stages of this captured model cannot run the program."""
-        hidden = self.captures[self.model.training].hidden
+        hidden = self.primary_capture.hidden
         if hidden and program.num_weights > len(self.layers):
             (maker, user), *others = hidden
             pairs = counted(len(others), "other pair")
@@ -104,7 +122,7 @@ class CapturedModel:
                 f"separated, too few for {program.num_weights} stages; return the tensor from {maker}, and pass it to "
                 f"{user} as an argument"
             )
-        calls = self.captures[self.model.training].calls
+        calls = self.primary_capture.calls
         named = dict(self.model.named_parameters())
         users = Counter(name for call in calls for name in _trained(call) if name in named)
         tied = [name for name, count in users.items() if count > 1]
@@ -120,13 +138,11 @@ class CapturedModel:
         """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
-            index: rank
-            for part, rank in zip(self.parts(cut)[self.model.training], ranks, strict=True)
-            for index in part.own
+            index: rank for part, rank in zip(self.parts(cut)[self.primary], ranks, strict=True) for index in part.own
         }
         return [
             Use(call.place, rank_of[call.index], [name for name in _trained(call) if name in parameters])
-            for call in self.captures[self.model.training].calls
+            for call in self.primary_capture.calls
             if call.index in rank_of
         ]
 
@@ -169,11 +185,11 @@ class CapturedModel:
 
     @property
     def output_form(self) -> Any:
-        return self.captures[self.model.training].output_form
+        return self.primary_capture.output_form
 
     def output(self) -> Any:
         """Return the model's output for the sample if it is a single tensor, else None."""
-        results = self.captures[self.model.training].results
+        results = self.primary_capture.results
         return results[0].detach() if len(results) == 1 else None
 
     def begins(self, capture: Capture) -> dict[str, int]:
@@ -182,17 +198,84 @@ class CapturedModel:
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-        capture = self.captures[self.model.training]
+        capture = self.primary_capture
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
         """Return the Part of each stage, keyed by mode: True for training mode, False for evaluation mode."""
-        order = list(self.calls)
-        begins = [order.index(names[0]) for names in cut[1:]]
-        return {
-            mode: cut_at(capture, [0, *(narrowest(capture, position) for position in begins)])
-            for mode, capture in self.captures.items()
+        return {mode: cut_at(capture, self._starts(capture, cut)) for mode, capture in self.captures.items()}
+
+    def _starts(self, capture: Capture, cut: StageLayers) -> list[int]:
+        """Return the index of each stage's first call. A stage has no calls if the forward skips all its layers."""
+        order = {name: place for place, name in enumerate(self.calls)}
+        places = [order[_unit(call)] for call in capture.layer_calls]
+        starts = [0]
+        for names in cut[1:]:
+            position = bisect_left(places, order[names[0]])
+            at = len(capture.calls)
+            if position < len(places):
+                at = narrowest(capture, position) if position else 0
+            starts.append(max(at, starts[-1]))
+        return starts
+
+    def _check_path(self, capture: Capture) -> None:
+        """Raise GraphError unless a path calls some or all of the layers, in the order of the primary capture."""
+        order = {name: place for place, name in enumerate(self.calls)}
+        units = [_unit(call) for call in capture.layer_calls]
+        strange = [unit for unit in units if unit not in order]
+        places = [order[unit] for unit in units if unit in order]
+        if strange or places != sorted(places):
+            raise GraphError(
+                f"every batch must call the layers of the sample in the same order; it may skip layers; this batch "
+                f"calls {strange[0] if strange else 'them in another order'}; build the pipeline with a sample for "
+                f"which the model calls all its layers, or name the module around these layers in whole_layers="
+            )
+        if uncut := [name for name in self.layers if not _may_begin(capture, name)]:
+            raise GraphError(
+                f"a stage must be able to begin at the same layers for every batch; for this batch, no stage can begin "
+                f"at layer {uncut[0]}, because the code around it must stay in one stage; name the module around this "
+                f"layer in whole_layers="
+            )
+
+    def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
+        mode = self.model.training
+        if mode not in self.paths:
+            return BatchPaths()  # the stages raise an error
+        self.recordings[mode].set_up()
+        found = self.paths[mode].find(batch, first)
+        for path, *_ in found.new:
+            self.parts_on(cut, mode, path)
+        return found
+
+    def learn_paths(self, found: BatchPaths) -> None:
+        if paths := self.paths.get(self.model.training):
+            paths.learn(found)
+
+    def capture_on(self, mode: bool, path: int) -> Capture:
+        """Return the record of a path in a mode."""
+        return self.paths[mode].captures[path]
+
+    def _parts_on(self, cut: StageLayers, mode: bool, path: int) -> list[Part]:
+        """Return the Part of each stage on a path. On all paths, values travel along the same pairs of stages."""
+        if not path:
+            return self.parts(cut)[mode]
+        capture = self.capture_on(mode, path)
+        parts = cut_at(capture, self._starts(capture, cut), set(self.edges(cut)))
+        own = self.primary_capture.calls
+        home = {
+            _weights_of(own[index]): stage
+            for stage, part in enumerate(self.parts(cut)[self.primary])
+            for index in part.own
         }
+        for stage, part in enumerate(parts):
+            for call in (capture.calls[index] for index in part.own):
+                if _trained(call) and home.get(_weights_of(call)) != stage:
+                    raise GraphError(
+                        f"code between layers must use a weight or buffer in the same stage for every batch; for this "
+                        f"batch, {call} uses {', '.join(call.uses)} in stage {stage}, but not for the sample; move the "
+                        f"code that uses it into a layer, or build the pipeline with a sample like this batch"
+                    )
+        return parts
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Return, for each stage, the names of buffers that the calls of this stage may write to.
@@ -213,8 +296,8 @@ class CapturedModel:
         Considers only the capture in the model's current mode. With ``frozen``, parameters that are not trained are
         included.
         """
-        parts = self.parts(cut)[self.model.training]
-        calls = self.captures[self.model.training].calls
+        parts = self.parts(cut)[self.primary]
+        calls = self.primary_capture.calls
         trained = {name for name, parameter in self.model.named_parameters() if frozen or parameter.requires_grad}
         return [
             (calls[index].layer, name, stage)
@@ -232,9 +315,8 @@ class CapturedModel:
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """Return the stages' bodies. An unused parameter joins the stage of the parameter registered before it."""
-        parts = self.parts(cut)
         edges = self.edges(cut)
-        bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
+        bodies = [ReplayedBody(self, cut, edges, stage, device, ties) for stage, device in enumerate(devices)]
         held = [_tensors(body.layers.values()) for body in bodies]
         for stage, names in unused(self.model, held).items():
             bodies[stage].layers["(never used)"] = Loose(self.model, names)
@@ -248,6 +330,22 @@ def _trained(call: Call) -> Sequence[str]:
 
 def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
     return [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+
+
+def _is_within(one: Capture, other: Capture) -> bool:
+    """Return whether ``other`` calls all layers that ``one`` calls, in the same order."""
+    units = iter([_unit(call) for call in other.layer_calls])
+    return all(_unit(call) in units for call in one.layer_calls)
+
+
+def _may_begin(capture: Capture, name: str) -> bool:
+    """Return whether a stage may begin at a layer. A layer that the capture does not call is no obstacle."""
+    position = next((at for at, call in enumerate(capture.layer_calls) if _unit(call) == name), 0)
+    return not position or bool(gap(capture, position))
+
+
+def _weights_of(call: Call) -> Any:
+    return call.place, call.layer or call.uses
 
 
 def _unit(call: Call) -> str:

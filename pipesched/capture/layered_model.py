@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layer_graph import flow_of, row_of, with_costs
+from pipesched.capture.paths import BatchPaths
 from pipesched.capture.recorder import record
 from pipesched.capture.stage_body import Body, Chain
 from pipesched.capture.whole_layers import as_whole_layers
@@ -27,6 +28,7 @@ from pipesched.model.tied_weights import Ties, Use
 from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
@@ -65,6 +67,22 @@ class LayeredModel(Protocol):
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
+
+    def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
+        """Return the paths of a batch's micro-batches through the code between layers, in the model's current mode.
+
+        Args:
+            batch: the inputs (args, kwargs) of each micro-batch.
+            first: the random key of the first micro-batch.
+            cut: the layers of each stage.
+
+        Raises:
+            GraphError: the stages cannot run the path of a micro-batch.
+
+        """
+
+    def learn_paths(self, found: BatchPaths) -> None:
+        """Follow the paths that rank 0 has found and sent. Raises GraphError if this rank finds other paths."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage.
@@ -240,6 +258,12 @@ class LayersInARow:
 
     def check(self, program: Program) -> None:
         """Do nothing, because a chain of layers supports every program."""
+
+    def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
+        return BatchPaths()  # no code runs between the layers of a chain
+
+    def learn_paths(self, found: BatchPaths) -> None:
+        """Do nothing, because all micro-batches take the same path."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         return []

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from operator import is_not
 from os.path import commonprefix
 from types import FrameType
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
+from pipesched.capture.rehearsal import Rehearsal
 from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
@@ -38,16 +40,24 @@ __all__ = ["record"]
 
 
 def record(
-    model: nn.Module, layers: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rehearsal: Rehearsal | None = None,
 ) -> Capture:
-    """Run the model's forward once, in the caller's grad mode, and record its calls."""
+    """Run the model's forward once, in the caller's grad mode, and record its calls.
+
+    With ``rehearsal``, the code between layers runs without the layers, and draws the random numbers of a step.
+    """
     with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
-        return _Recorder(model, layers).run(tuple(args), dict(kwargs))
+        return _Recorder(model, layers, rehearsal).run(tuple(args), dict(kwargs))
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], rehearsal: Rehearsal | None) -> None:
         super().__init__()
+        self._rehearsal = rehearsal
         self._capture = Capture()
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._positional = positional(model.forward)
@@ -78,7 +88,7 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
-        with self:
+        with self, nullcontext() if self._rehearsal is None else self._rehearsal.code:
             output = self._shells.model(*args, **kwargs)
         self._note_outside("")
         for tensor in tensors_in(output):
@@ -97,6 +107,8 @@ class _Recorder(TorchFunctionMode):
             for name, begin in self._readers.items()
             if any(call.layer.startswith(f"{name}.") for call in capture.calls[begin:])
         )
+        # a stage makes one stand-in for a tensor, however often other stages change the tensor in place
+        capture.looked_at |= {capture.roots[value] for value in capture.looked_at & capture.roots.keys()}
         capture.changed = self._shells.changed()
         capture.results = list(tensors_in(output))
         capture.output_form = form_of(output)
@@ -104,6 +116,8 @@ class _Recorder(TorchFunctionMode):
 
     def _note_outside(self, layer: str) -> None:
         """Record whether this layer, or the code between layers (""), drew random numbers from Python or numpy."""
+        if self._rehearsal is not None:
+            return
         drawn = outside_state()
         if drawn != self._drawn:
             self._capture.outside.add(layer)
@@ -160,25 +174,39 @@ class _Recorder(TorchFunctionMode):
             self._differentiate(func)
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
-        result = func(*args, **kwargs)
         name = name_of(func)
+        if self._rehearsal is None:
+            result = func(*args, **kwargs)
+        elif (name in READS or name in ASKS) and any(tensor.is_meta for tensor in taken):
+            result = self._rehearsal.assumed(name, self._capture.calls)
+        else:
+            result = self._rehearsal.code.call(func, *args, **kwargs)
         changed = changed_in_place(taken, versions)
         if name in READS or is_shaped_by_contents(name, args):
             self._readers.setdefault(self._shells.running(), len(self._capture.calls))
         if changed or any(True for _ in tensors_in(result)):
-            values = tuple(self._value.get(id(tensor)) for tensor in taken)
-            result, call = self._new("", name, taken, changed, result)
-            arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            self._capture.functions[call.index] = FunctionCall(func, arguments, values)
+            result, call = self._function(func, name, args, kwargs, taken, changed, result)
             call.random = draws(func, args, kwargs)
             call.outward |= func is added_loss
             call.sealed = not torch.is_grad_enabled()
         elif taken and (name in READS or (name in ASKS and self._given(taken))):
-            self._new("", name, taken, changed, None)[1].reads = True
+            call = self._function(func, name, args, kwargs, taken, changed, None)[1]
+            call.reads = True
+            call.outcome = result
         else:
             self._capture.quiet.add(name)
             self._capture.looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
         return result
+
+    def _function(
+        self, func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], changed: list[int], result: Any
+    ) -> tuple[Any, Call]:
+        """Record a call of a function between layers. Return the result and the Call."""
+        values = tuple(self._value.get(id(tensor)) for tensor in taken)
+        result, call = self._new("", name, taken, changed, result)
+        arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        self._capture.functions[call.index] = FunctionCall(func, arguments, values)
+        return result, call
 
     def _differentiate(self, func: Any) -> None:
         """Mark the running container as indivisible, because its code computes gradients.
@@ -250,8 +278,10 @@ class _Recorder(TorchFunctionMode):
             self._by_the_way.clear()
             self._reached.clear()
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
-            self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
-            result = call_beside(layer, args, kwargs, lambda: unchanged(example))
+            if self._rehearsal is None or not self._rehearsal.is_plain(name):
+                self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
+            call_it = call_beside if self._rehearsal is None else partial(self._rehearsal.layer, name)
+            result = call_it(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
             counted = any(one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
             counted |= bool(buffers) and any(map(is_not, layer.buffers(), (one for one, *_ in buffers)))

@@ -19,6 +19,7 @@ from pipesched.errors import GraphError
 from pipesched.model.class_state import ClassState, changed_classes, class_state, set_class_state
 from pipesched.model.containers import set_attributes
 from pipesched.model.state_guard import names_of, no_graph, untouched
+from pipesched.tensors.keyed_random import outside_kept
 from pipesched.units import counted
 
 __all__ = ["Recording", "recorded"]
@@ -70,7 +71,8 @@ def recorded(
     written: dict[str, None] = {}
 
     def seen(found: _Attributes, on_classes: ClassState | None = None) -> Capture:
-        with untouched(model, mode) as changed, no_graph(model) if mode else torch.no_grad():
+        with untouched(model, mode) as changed, outside_kept(0), no_graph(model) if mode else torch.no_grad():
+            torch.manual_seed(0)  # code that skips layers at random must skip the same layers on every rank
             set_attributes(found)
             set_class_state(on_classes or {})
             before = class_state(model)

@@ -101,8 +101,8 @@ class Replay:
         self.called = called
         self.tied = {place: stand_ins for place, stand_ins in tied.items() if stand_ins}
         self.end = len(capture.calls) if last else part.end
-        self.roots = _roots(capture)
-        self.draws = {call.index: number for number, call in enumerate(c for c in capture.calls if c.random)}
+        self.roots = capture.roots
+        self.draws = capture.draws
         self.wanted = {value for values in part.gives.values() for value in values}
         self.shells = Shells(model, layers, self._layer, called)
         self.refresh = self.shells.refresh
@@ -357,29 +357,36 @@ class _Run(TorchFunctionMode):
     def _lost(self, now: str) -> GraphError:
         count = len(self._calls)
         due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
+        read = _last_read_of_layers(self._calls[: self._position])
+        reason = "the model's code depends on the batch, or on an attribute that was set after the pipeline was built"
+        if read is not None:
+            reason = (
+                f"the model's code may depend on the value that {read[0]} reads, which depends on layer {read[1]!r} "
+                f"and so is not known before the step"
+            )
         self._error = GraphError(
             f"a forward must make the same calls as for the sample; after {self._position} of {count} calls to "
-            f"layers and torch functions, it {due} for the sample but {now} for this batch; at this point the "
-            f"model's code depends on the batch, or on an attribute that was set after the pipeline was built; "
-            f"{self._remedy()}"
+            f"layers and torch functions, it {due} for the sample but {now} for this batch; at this point"
+            f"{self._replay.shells.line()}, {reason}; {self._remedy(same_sample=read is None)}"
         )
         return self._error
 
-    def _remedy(self) -> str:
+    def _remedy(self, *, same_sample: bool = True) -> str:
         container = self._replay.shells.running()
-        whole = f"treat module {container!r} as one layer with whole_layers=[{container!r}], " if container else ""
-        return (
-            f"{whole}build the pipeline with a sample like this batch and the model in its current state, or move "
-            f"the code that makes these calls into a layer"
-        )
+        whole = f"treat module {container!r} as one layer with whole_layers=[{container!r}]" if container else ""
+        sample = "build the pipeline with a sample like this batch and the model in its current state"
+        layer = "move the code that makes these calls into a layer"
+        *others, last = [one for one in (whole, sample if same_sample else "", layer) if one]
+        return f"{', '.join(others)}, or {last}" if others else last
 
 
-def _roots(capture: Capture) -> dict[Value, Value]:
-    """Map each value that results from an in-place change to the earliest value that is the same tensor object."""
-    roots: dict[Value, Value] = {}
-    for call in capture.calls:
-        for position, place in call.changes.items():
-            before = call.arguments[position]
-            if before is not None:
-                roots[call.index, place] = roots.get(before, before)
-    return roots
+def _last_read_of_layers(calls: Sequence[Call]) -> tuple[str, str] | None:
+    """Return the last function that read a value computed by layers, and one of these layers; None if there is none."""
+    layer_of: dict[int, str] = {}
+    read = None
+    for call in calls:
+        layer = call.layer or next((layer_of[index] for index, _ in reversed(call.takes) if index in layer_of), "")
+        if layer:
+            layer_of[call.index] = layer
+            read = (call.function, layer) if call.reads else read
+    return read

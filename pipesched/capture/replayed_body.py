@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.capture import Value
-from pipesched.capture.replay import Look, Looks, Replay, StandIns
+from pipesched.capture.paths import MOST_PATHS
+from pipesched.capture.replay import Look, Looks, Replay
 from pipesched.capture.stage_body import CallLayer
-from pipesched.capture.stage_parts import Part
 from pipesched.errors import GraphError
 from pipesched.model.containers import Twin
 from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
+from pipesched.partitioning.result import StageLayers
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import PerConsumer, pytree
 from pipesched.tensors.tree_structure import named_leaves, positional
@@ -34,7 +35,7 @@ class ReplayedBody:
     def __init__(
         self,
         captured: "CapturedModel",
-        parts: Mapping[bool, Sequence[Part]],
+        cut: StageLayers,
         edges: Sequence[tuple[int, int]],
         stage: int,
         device: torch.device,
@@ -42,9 +43,13 @@ class ReplayedBody:
     ) -> None:
         self._model = captured.model
         self._missing = captured.missing
-        self._parts = {mode: of_mode[stage] for mode, of_mode in parts.items()}
-        self._part = self._parts[captured.model.training]
-        last = stage == len(next(iter(parts.values()))) - 1
+        self._captured = captured
+        self._cut = cut
+        self._stage = stage
+        self._device = device
+        parts = captured.parts(cut)[captured.primary]
+        own = parts[stage]
+        last = stage == len(parts) - 1
         self._positional = positional(captured.model.forward)
         self._givers = [giver for giver, taker in edges if taker == stage]
         self._takers = [taker for giver, taker in edges if giver == stage]
@@ -52,9 +57,8 @@ class ReplayedBody:
         self.sharded: ShardedModules | None = None
         self._next = stage + 1
         self._last = last
-        calls = captured.captures[captured.model.training].calls
-        own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
-        away = [calls[index] for part in others for index in part.own]
+        calls = captured.primary_capture.calls
+        away = [calls[index] for part in parts if part is not own for index in part.own]
         looked_into = {name for call in away if not call.layer for name in call.uses}  # for example self.embed.weight
         elsewhere = {call.layer for call in away}
         elsewhere |= {calls[index].layer for index in own.own if looked_into & {*calls[index].uses}}
@@ -63,57 +67,65 @@ class ReplayedBody:
         self.layers: dict[str, nn.Module] = {
             name: self._twins[name].layer if name in elsewhere else captured.modules[name] for name in names
         }
-        tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
-        self._captured = captured
-        self._replays = self._replayed(self.layers, device, tied)
+        self._tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
+        #: (mode, path) -> the replay of this path
+        self._replays: dict[tuple[bool, int], Replay] = {}
         self._loose: list[Tensor] = []
         if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
             self.layers[_BETWEEN] = Loose(captured.model, loose)
             self._loose += self.layers[_BETWEEN]()
 
-    def _replayed(self, own: Mapping[str, nn.Module], device: torch.device, tied: StandIns) -> dict[bool, Replay]:
-        model = self._captured.model
-        layers = self._captured.modules
-        captures = self._captured.captures
-        return {
-            mode: Replay(model, layers, captures[mode], part, device, tied, own, last=self._last)
-            for mode, part in self._parts.items()
-        }
+    def _replay_of(self, mode: bool, path: int) -> Replay:
+        """Return the replay of a path, made when the path is first run."""
+        replay = self._replays.get((mode, path))
+        if replay is None:
+            if len(self._replays) >= 2 * MOST_PATHS:
+                del self._replays[next(key for key in self._replays if key[1])]
+            captured = self._captured
+            part = captured.parts_on(self._cut, mode, path)[self._stage]
+            capture = captured.capture_on(mode, path)
+            of_stage = self._device, self._tied, self.layers
+            replay = Replay(captured.model, captured.modules, capture, part, *of_stage, last=self._last)
+            self._replays[mode, path] = replay
+        return replay
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
         """Return a body that runs these copies of the layers. The copies have their own weights and gradients."""
         other = copy.copy(self)
         other.layers = dict(layers)
         other._twins = {}
-        other._replays = self._replayed(other.layers, device, {})
+        other._device = device
+        other._tied = {}
+        other._replays = {}
         return other
 
     def begin(self) -> None:
         """Select the capture of the model's current mode. Raises GraphError if this mode was not captured."""
         mode = self._model.training
-        if mode not in self._replays:
+        if mode not in self._captured.captures:
             raise GraphError(
                 f"a pipeline may run only in a mode (training or evaluation) in which its model was captured; with "
                 f"training={mode}, the model calls different layers for the sample, or fails; call "
                 f"model.{'train' if mode else 'eval'}() before you build the pipeline"
             ) from self._missing
-        self._replay = self._replays[mode]
-        self._part = self._parts[mode]
-        self._outside = self._captured.captures[mode].outside
         self._captured.recordings[mode].set_up()
-        self._replay.refresh()
+        for (of_mode, _), replay in self._replays.items():
+            if of_mode == mode:
+                replay.refresh()
         for twin in self._twins.values():
             twin.refresh()
 
-    def inputs(self, inputs: Any) -> Any:
-        """Return the model's inputs, with meta tensors in place of tensors that this stage does not need.
+    def inputs(self, inputs: Any, path: int = 0) -> Any:
+        """Return the model's inputs, with meta tensors in place of tensors that this stage does not need on a path.
 
         Inputs that the forward writes to are copied, because stages on other threads also read the batch.
         """
         leaves, spec = pytree.tree_flatten(inputs)
-        needed = self._parts.get(self._model.training, self._part).inputs
-        captures = self._captured.captures
-        written = captures.get(self._model.training, next(iter(captures.values()))).written_inputs
+        captured = self._captured
+        mode = self._model.training if self._model.training in captured.captures else captured.primary
+        replay = self._replay_of(mode, path)
+        needed = replay.part.inputs
+        written = replay.capture.written_inputs
         for place, (name, leaf) in enumerate(named_leaves(self._positional, *inputs)):
             if isinstance(leaf, Tensor) and name not in needed:
                 leaves[place] = torch.empty_like(leaf, device="meta", requires_grad=False)
@@ -121,29 +133,32 @@ class ReplayedBody:
                 leaves[place] = leaf.clone()
         return pytree.tree_unflatten(leaves, spec)
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom, path: int = 0) -> Any:
         args, kwargs = inputs
+        replay = self._replay_of(self._model.training, path)
+        part = replay.part
+        outside = replay.capture.outside
         received: dict[Value, Any] = {}
         looks: Mapping[Value, Look] = {}
         for giver, (values, seen) in zip(self._givers, arrived, strict=True):
-            received.update(zip(self._part.receives.get(giver, ()), values, strict=True))
+            received.update(zip(part.receives.get(giver, ()), values, strict=True))
             looks = dict(seen.values) if seen is not None else looks
 
         def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if name not in self._outside:
+            if name not in outside:
                 return call(name, number, layer, args, kwargs)
             with random.outside(name, number):
                 return call(name, number, layer, args, kwargs)
 
         now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
         present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
-        made, looks, output = self._replay.run(args, kwargs, received, looks, present, call_own, random)
+        made, looks, output = replay.run(args, kwargs, received, looks, present, call_own, random)
         if self._last:
             return output
         seen = Looks.of(looks)
         return PerConsumer(
             (
-                [made[value] for value in self._part.gives.get(taker, ())],
+                [made[value] for value in part.gives.get(taker, ())],
                 seen if taker == self._next else None,
             )
             for taker in self._takers

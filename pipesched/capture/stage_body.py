@@ -39,10 +39,13 @@ class Body(Protocol):
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
         """Return a stage body that runs copies of the layers, for another thread."""
 
-    def inputs(self, inputs: Any) -> Any:
-        """Return the model's inputs (args, kwargs), with meta tensors for the tensors that this stage does not need."""
+    def inputs(self, inputs: Any, path: int = 0) -> Any:
+        """Return the model's inputs (args, kwargs), with meta tensors for the tensors that this stage does not need.
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+        ``path`` is the path of the micro-batch through the code between layers; 0 is the path of the sample.
+        """
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom, path: int = 0) -> Any:
         """Compute the stage's output.
 
         Args:
@@ -50,6 +53,7 @@ class Body(Protocol):
             arrived: one value from each sending stage.
             call: the function that calls a layer.
             random: the micro-batch's random number generator.
+            path: the path of the micro-batch through the code between layers. Default: 0, the path of the sample.
 
         Returns:
             On the last stage, the model's output. On other stages, the value to send, or a PerConsumer with one value
@@ -77,10 +81,10 @@ class Chain:
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Chain":
         return Chain(layers)
 
-    def inputs(self, inputs: Any) -> Any:
+    def inputs(self, inputs: Any, path: int = 0) -> Any:
         return inputs
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom, path: int = 0) -> Any:
         args, kwargs = (arrived, {}) if inputs is None else inputs
         if self._watched and any(layer.training for layer in self.layers.values()):
             self._watched = False

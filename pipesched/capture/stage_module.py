@@ -94,10 +94,10 @@ class WrappedBody:
     def begin(self) -> None:
         self._body.begin()
 
-    def inputs(self, inputs: Any) -> Any:
-        return self._body.inputs(inputs)
+    def inputs(self, inputs: Any, path: int = 0) -> Any:
+        return self._body.inputs(inputs, path)
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom, path: int = 0) -> Any:
         """Call the module, which runs the stage's layers.
 
         The module of a chain gets the first layer's arguments and returns the last layer's output. The module of a
@@ -118,7 +118,7 @@ class WrappedBody:
             for place, tensor in zip(places, tensors, strict=True):
                 leaves[place] = tensor
             given, came = pytree.tree_unflatten(leaves, spec)
-            output = self._body.run(given, came, call, random)
+            output = self._body.run(given, came, call, random, path)
             apart = isinstance(output, PerConsumer)
             output = tuple(output) if apart else output
             pattern = Pattern(output)

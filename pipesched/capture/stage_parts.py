@@ -1,6 +1,6 @@
 """Stage parts: the calls of a captured forward that each stage runs, and the values that stages send to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -32,12 +32,16 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The index of the last call that belongs to this stage."""
-        return max(self.own)
+        """The index of the last call that belongs to this stage; -1 for a stage without calls, which runs no code."""
+        return max(self.own, default=-1)
 
 
-def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
-    """Return one Part per stage. ``starts`` holds the index of each stage's first call; ``starts[0]`` must be 0."""
+def cut_at(capture: Capture, starts: Sequence[int], edges: Collection[tuple[int, int]] | None = None) -> list[Part]:
+    """Return one Part per stage. ``starts`` holds the index of each stage's first call; ``starts[0]`` must be 0.
+
+    With ``edges``, stages send values along these pairs of stages only. If two stages are not such a pair, the stages
+    between them pass the value on.
+    """
     free = capture.free
     ends = [*starts[1:], len(capture.calls)]
     parts = [
@@ -52,10 +56,18 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
             users.setdefault(value, []).append(stage)
     for value in sorted(users):
         way = [home[value[0]], *users[value]]
-        for giver, taker in pairwise(way):
+        for giver, taker in _legs(way, edges):
             parts[giver].gives.setdefault(taker, []).append(value)
             parts[taker].receives.setdefault(giver, []).append(value)
     return parts
+
+
+def _legs(way: Sequence[int], edges: Collection[tuple[int, int]] | None) -> Iterator[tuple[int, int]]:
+    for giver, taker in pairwise(way):
+        if edges is None or (giver, taker) in edges:
+            yield giver, taker
+        else:
+            yield from pairwise(range(giver, taker + 1))
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:

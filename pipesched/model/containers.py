@@ -14,14 +14,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy as shallow
 from functools import partial
 from inspect import currentframe
+from os.path import basename
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipesched.model.module_tree import hooks_of, is_compiled
+from pipesched.model.module_tree import hooks_of, is_compiled, is_recorder
 
-__all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
+__all__ = ["MetaTwin", "Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
 
 _LARGEST = 4  # a module with more than 1/4 of the parameters is split into smaller layers if possible
 
@@ -192,14 +193,23 @@ class Shells(_Copies):
 
     def running(self) -> str:
         """Return the name of the innermost container whose code is running; an empty string for the model."""
+        name, _ = self._innermost()
+        return name
+
+    def line(self) -> str:
+        """Return the line of the innermost container's code that is running, as " (file.py, line 3)"; or ""."""
+        _, frame = self._innermost()
+        return "" if frame is None else f" ({basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
+
+    def _innermost(self) -> tuple[str, types.FrameType | None]:
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
         frame = currentframe()
         while frame is not None:
             name = names.get(id(frame.f_locals.get("self")))
             if name is not None:
-                return name
+                return name, frame
             frame = frame.f_back
-        return ""
+        return "", None
 
     def _copy(self, module: nn.Module) -> nn.Module:
         known = self._copies.get(id(module))
@@ -229,6 +239,8 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
 class Twin(_Copies):
     """A copy of a layer with the same tensors, so that two threads can replace the tensors independently."""
 
+    _kept: tuple[str, ...] = ("_modules", "_parameters", "_buffers")
+
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
         self._copies: dict[int, nn.Module] = {}
@@ -240,12 +252,15 @@ class Twin(_Copies):
         """Copy the current tensors, modes and flags of the original layer to the twin."""
         self._translated.clear()
         for own, copy in self._pairs:
-            _follow(own, copy, ("_modules", "_parameters", "_buffers"))
+            _follow(own, copy, self._kept)
             for name, value in own.__dict__.items():
-                if isinstance(value, _REFERRING) and name not in ("_modules", "_parameters", "_buffers"):
+                if isinstance(value, _REFERRING) and name not in self._kept:
                     copy.__dict__[name] = self._in_copies(value)
-            copy._parameters.update(own._parameters)
-            copy._buffers.update(own._buffers)
+            self._take_tensors(own, copy)
+
+    def _take_tensors(self, own: nn.Module, copy: nn.Module) -> None:
+        copy._parameters.update(own._parameters)
+        copy._buffers.update(own._buffers)
 
     def _copy(self, module: nn.Module) -> nn.Module:
         if id(module) not in self._copies:
@@ -256,6 +271,48 @@ class Twin(_Copies):
             copy.__dict__["_modules"] = {name: None if child is None else self._copy(child) for name, child in children}
             self._pairs.append((module, copy))
         return self._copies[id(module)]
+
+
+class MetaTwin(Twin):
+    """A copy of a model whose weights and buffers are on the meta device. The user's hooks do not run on it."""
+
+    _shares = False
+    _kept = (*Twin._kept, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._on_meta: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
+        super().__init__(model)
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module of the model."""
+        return self._copies[id(module)]
+
+    def _take_tensors(self, own: nn.Module, copy: nn.Module) -> None:
+        for name, parameter in own._parameters.items():
+            copy._parameters[name] = self._meta(parameter)
+        copy._buffers = {name: self._meta(buffer) for name, buffer in own._buffers.items()}
+
+    def _meta(self, tensor: Any) -> Any:
+        if id(tensor) not in self._on_meta:
+            self._on_meta[id(tensor)] = tensor, None if tensor is None else _without_contents(tensor)
+        return self._on_meta[id(tensor)][1]
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        copy = super()._copy(module)
+        for name in self._kept[len(Twin._kept) :]:
+            hooks = getattr(module, name)
+            copy.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_needed(hook))
+        return copy
+
+
+def _without_contents(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def _is_needed(hook: Any) -> bool:
+    """Return whether the model's code needs a hook: torch's normalisation of weights, or a recorder of outputs."""
+    return type(hook).__module__.startswith("torch.nn.utils.") or is_recorder(hook)
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "hooks_of",
     "is_compiled",
     "is_in_a_row",
+    "is_recorder",
     "layers_of",
     "normalised_over_rows",
     "recorders_of",
@@ -93,7 +94,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for name in names for hook in getattr(module, name).values()]
     return [
-        hook for hook in hooks if not _is_recorder(hook) and not isinstance(getattr(hook, "__self__", None), StaleHook)
+        hook for hook in hooks if not is_recorder(hook) and not isinstance(getattr(hook, "__self__", None), StaleHook)
     ]
 
 
@@ -102,7 +103,7 @@ _RECORDING = "transformers.utils.output_capturing"
 
 def recorders_of(module: nn.Module) -> list[Any]:
     """Return the hooks with which the transformers library records layer outputs for the enclosing module's code."""
-    return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
+    return [hook for hook in module._forward_hooks.values() if is_recorder(hook)]
 
 
 def installs_recorders(model: nn.Module) -> bool:
@@ -116,7 +117,8 @@ def installs_recorders(model: nn.Module) -> bool:
     return sum(len(recorders_of(module)) for module in model.modules()) > before
 
 
-def _is_recorder(hook: Any) -> bool:
+def is_recorder(hook: Any) -> bool:
+    """Return whether the transformers library installed a hook to record a layer's output."""
     return getattr(hook, "__module__", "") == _RECORDING
 
 

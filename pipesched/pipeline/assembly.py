@@ -195,6 +195,11 @@ class Assembly:
         )
 
     @property
+    def layered(self) -> LayeredModel:
+        """The model as a sequence of layers."""
+        return self._spec.layered
+
+    @property
     def zero(self) -> int:
         """The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
         return self._spec.zero

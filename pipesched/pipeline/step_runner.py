@@ -1,6 +1,7 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -33,6 +34,7 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
 from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.keyed_random import Key
 from pipesched.units import counted
 
 __all__ = ["StepRunner"]
@@ -226,11 +228,25 @@ class StepRunner:
         assembly.members.check()
         self._guard.check(changes=method == "step" or self._model.training)
 
+        running = self._running
+        # with inputs="first", the batch holds the micro-batches of all replicas
+        replica = 0 if host.replicas_per_batch > 1 else host.grid.replica
+
+        def make_with_paths() -> StepCall:
+            call = make()
+            first = Key(running.seed, running.step, replica * len(call.batch.rows))
+            found = assembly.layered.find_paths(call.batch.inputs, first, assembly.cut)
+            is_plain = not (found.paths or found.forgotten)
+            return call if is_plain else replace(call, batch=replace(call.batch, paths=found))
+
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
             size = len(call.batch.rows) // host.replicas_per_batch
             return dealt(call, assembly.programs.of(size).plain, assembly.bodies, host.grid.rows)
 
-        return host.call(method, given.is_given, make, deal)
+        call = host.call(method, given.is_given, make_with_paths, deal)
+        if not given.is_given:
+            assembly.layered.learn_paths(call.batch.paths)
+        return call
 
     def _modes(self) -> Facts:
         return modes_of_model(self._model, whole=self._running.assembly.wrapped)

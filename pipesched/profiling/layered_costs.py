@@ -83,7 +83,7 @@ def _measure_captured(
     The costs of such a layer include the costs of all calls up to the next such layer, because these calls run in the
     same stage.
     """
-    capture = known.captures[known.model.training]
+    capture = known.primary_capture
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}
     for name, call in known.calls.items():

@@ -70,8 +70,8 @@ class Stream:
         self._host = host
         self._stages = stages
         self._step_data = step_data
-        #: Four tables, each keyed by micro-batch: inputs, targets, loss factors, and functions that compute metrics.
-        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {}, {})
+        #: Tables keyed by micro-batch: inputs, targets, loss factors, functions that compute metrics, and paths.
+        self._given: tuple[dict[int, Any], ...] = ({}, {}, {}, {}, {})
         #: For each queued step: the weighting of its losses, and whether the step computes metrics.
         self._queued: deque[tuple[Weighting, bool]] = deque()
         self._parts: deque[Any] = deque()
@@ -82,7 +82,7 @@ class Stream:
         #: For each recent step: its loss, and the function that reads its metrics.
         self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
-        step_data.inputs, step_data.targets, step_data.factors, step_data.metrics = self._given
+        step_data.inputs, step_data.targets, step_data.factors, step_data.metrics, step_data.paths = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
         self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller)
         self.open = True
@@ -101,7 +101,8 @@ class Stream:
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
             functions = [] if measure is None else [measure] * len(batch.rows)
-            given: list[Any] = [batch.inputs, batch.targets, weighting.factors, functions]
+            paths = batch.paths.paths or [0] * len(batch.rows)
+            given: list[Any] = [batch.inputs, batch.targets, weighting.factors, functions, paths]
             for table, values in zip(self._given, given, strict=True):
                 table.update(enumerate(values, first))
             self._queued.append((weighting, measure is not None))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipesched.capture.loss_reduction import LossReduction
+from pipesched.capture.paths import BatchPaths
 from pipesched.capture.stage_body import loss_entry
 from pipesched.checks import shown
 from pipesched.errors import InputError
@@ -24,6 +25,9 @@ __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weight
 #: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. If one
 #: dim applies to all arguments, a target or output whose size in that dim differs from the number of rows uses dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
+
+
+_SAMPLE_PATH = BatchPaths()
 
 
 class Microbatch:
@@ -84,6 +88,8 @@ class Batch:
     output_dim: int = 0
     #: The form (dtypes and shapes) of each micro-batch's inputs, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
+    #: The paths of the micro-batches through the code between layers.
+    paths: BatchPaths = _SAMPLE_PATH
     #: Whether the caller split the batch into micro-batches. The shapes of such micro-batches can differ.
     as_given: bool = False
 
@@ -91,7 +97,9 @@ class Batch:
         """Return one replica's micro-batches, from a batch that contains the micro-batches of all replicas."""
         size = len(self.rows) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
-        return replace(self, inputs=self.inputs[own], targets=self.targets[own], rows=self.rows[own])
+        return replace(
+            self, inputs=self.inputs[own], targets=self.targets[own], rows=self.rows[own], paths=self.paths.of_part(own)
+        )
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
         """Return each micro-batch's form (dtypes and shapes), computed by ``look``.

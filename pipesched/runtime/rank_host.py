@@ -493,7 +493,10 @@ class MeshRanks:
         return call
 
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        return self.executor.run(run_spec, grad=grad, looks=batch.looks or batch.looking(look))
+        looks = batch.looks or batch.looking(look)
+        if batch.paths.paths:
+            looks = list(zip(looks, batch.paths.paths, strict=True))
+        return self.executor.run(run_spec, grad=grad, looks=looks)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         if len(self.grid.rows) > 1:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipesched.capture.paths import BatchPaths
 from pipesched.capture.stage_body import Body
 from pipesched.errors import InputError
 from pipesched.program.program import Program
@@ -48,6 +49,7 @@ class StepCall:
             step,
             list(self.batch.inputs),
             targets=self.batch.targets,
+            paths=self.batch.paths.paths,
             factors=factors,
             keep_outputs=self.return_outputs,
             metrics={} if metrics is None else dict.fromkeys(range(len(self.batch.rows)), metrics),
@@ -90,6 +92,7 @@ class _Opening:
     output_dim: int
     as_given: bool
     looks: list[Hashable]
+    paths: BatchPaths
     return_outputs: bool
     gather: bool
     has_loss: bool
@@ -105,7 +108,7 @@ class _Unsent:
 
 
 #: Types in the message that transmits a call, in addition to the types in the batch.
-SENT_TYPES = _Opening, _Unsent
+SENT_TYPES = _Opening, _Unsent, BatchPaths
 
 
 def dealt(
@@ -155,7 +158,11 @@ def _dealt_in_replica(
         body = bodies[program.weights[stage]]
         if not producers or body.late_inputs:
             takers[program.placement[stage]].append(body)
-    inputs = [[_needed(value, own) for value in batch.inputs] if own else None for own in takers]
+    paths = batch.paths.paths or [0] * len(batch.inputs)
+    inputs = [
+        [_needed(value, own, path) for value, path in zip(batch.inputs, paths, strict=True)] if own else None
+        for own in takers
+    ]
     local = {0} if is_first else set()
     others = [rank for rank, own in enumerate(inputs) if rank not in local and any(map(trainable_leaves, own or ()))]
     if others:
@@ -170,18 +177,21 @@ def _dealt_in_replica(
         output_dim=batch.output_dim,
         as_given=batch.as_given,
         looks=batch.looks,
+        paths=replace(batch.paths, new=[]),
         return_outputs=call.return_outputs,
         gather=call.gather,
         has_loss=call.weighting is not None,
         reduction_order=weighting.reduction_order,
     )
     for_all = opening, _written(weighting.factors), _written(weighting.shares)
-    return [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
+    return [
+        (*for_all, own, batch.targets if rank in lasts else None, batch.paths.new) for rank, own in enumerate(inputs)
+    ]
 
 
 def received(message: tuple[Any, ...]) -> StepCall:
     """Rebuild rank 0's call from a message, with this rank's part of the batch."""
-    opening, factors, shares, inputs, targets = message
+    opening, factors, shares, inputs, targets, new_paths = message
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
     batch = Batch(
@@ -190,6 +200,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
         opening.rows,
         output_dim=opening.output_dim,
         looks=opening.looks,
+        paths=replace(opening.paths, new=new_paths),
         as_given=opening.as_given,
     )
     weighting = None
@@ -198,10 +209,10 @@ def received(message: tuple[Any, ...]) -> StepCall:
     return StepCall(opening.method, batch, weighting, return_outputs=opening.return_outputs, gather=opening.gather)
 
 
-def _needed(value: Any, takers: Sequence[Body]) -> Any:
+def _needed(value: Any, takers: Sequence[Body], path: int) -> Any:
     """Return a micro-batch's inputs, with an `_Unsent` in place of each tensor that none of the ``takers`` uses."""
     leaves, spec = pytree.tree_flatten(value)
-    columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
+    columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value, path)) for body in takers), strict=True)
     return pytree.tree_unflatten(
         [
             leaf if any(one is leaf for one in seen) else _Unsent(leaf.dtype, tuple(leaf.shape))

@@ -304,18 +304,22 @@ class Measures(Row):
         return h * (h.shape[1] if len(x) == 2 else first.shape[1])
 
 
-def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
+def test_a_change_of_a_tensor_without_a_name_is_an_error() -> None:
     with pytest.raises(
         GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register the tensor"
     ):
         Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
-    for kind, message in (
-        (Unbound, "unbind returned a different structure for this batch"),
-        (Measures, "must make the same calls as for the sample"),
-    ):
-        pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
-        with pipe, pytest.raises(GraphError, match=message):
-            pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
+
+
+@pytest.mark.parametrize("kind", [Unbound, Measures])
+def test_code_that_follows_the_number_of_rows(kind: type[nn.Module]) -> None:
+    options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "seed": 5}
+    x, target = torch.randn(12, 8), torch.zeros(12, 8)
+    own, plain = made(kind), made(kind)
+    with Pipeline(own, FLOATS[:2], devices=["cpu"] * 3, schedule="1f1b", **options) as pipe:
+        assert torch.equal(pipe.step(x, target=target), reference_step(plain, x, target=target, **options))
+        expected = dict(plain.named_parameters())
+        assert all(torch.equal(own.grad, expected[name].grad) for name, own in pipe.named_parameters())
 
 
 class Bare(nn.Module):

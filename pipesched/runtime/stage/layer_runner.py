@@ -147,13 +147,13 @@ class LayerRunner:
         self._mode = self._split_forward_mode if split else self._forward_mode
         with self._step_data.autocast():
             with self._mode:
-                output = self._body.run(inputs, tuple(values), call, self._random)
+                output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
         split = split and self._may_split()
-        saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
+        saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(saved.path, arrived))
         noted = saved.deferred or (split and self.deferral.learning)
         first = self._moves_buffers and saved.buffers is None  # a recompute already has its copies of the buffers
         if self._moves_buffers:
@@ -362,10 +362,10 @@ class LayerRunner:
         saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
         return value
 
-    def _kind(self, arrived: Payload) -> Hashable:
-        """Return the key under which deferrable weights are stored: input shapes and ``requires_grad`` flags."""
+    def _kind(self, path: int, arrived: Payload) -> Hashable:
+        """Return the key under which deferrable weights are stored: path, input shapes, ``requires_grad`` flags."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
-        return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
+        return path, shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
         """After the first forward, record whether the stage modified its input in place. If so, the R uses a copy.

@@ -41,6 +41,8 @@ class MicrobatchState:
 
     microbatch: int
     key: Key
+    #: The micro-batch's path through the code between layers; 0 is the path of the sample.
+    path: int = 0
     #: For each value received from a producer stage, the number of gradients to return.
     num_grads: tuple[int, ...]
     #: Whether the stage takes inputs of the model, before the values received from other stages.

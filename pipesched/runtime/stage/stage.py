@@ -134,9 +134,11 @@ class Stage:
 
         """
         step_data = self._step_data
-        payload, takes_inputs = self._body_inputs(microbatch, arrived)
+        path = step_data.paths[microbatch] if step_data.paths else 0
+        payload, takes_inputs = self._body_inputs(microbatch, path, arrived)
         saved = MicrobatchState(
             microbatch=microbatch,
+            path=path,
             key=Key(step_data.seed, step_data.step, microbatch) if step_data.key is None else step_data.key(microbatch),
             num_grads=tuple([sum(one.needs_grad) for one in arrived]) if arrived else (),
             takes_inputs=takes_inputs,
@@ -297,11 +299,11 @@ class Stage:
         )
         return here, step_data.factors[microbatch]
 
-    def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
+    def _body_inputs(self, microbatch: int, path: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
         """Return the inputs of the stage's body, and whether these inputs begin with the model's inputs."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
-        given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
+        given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch], path), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
                 "an input that requires a gradient may be used by the first stage only; a later stage also uses it; "

@@ -32,6 +32,8 @@ class StepData:
     #: The factor of each micro-batch's loss; a factor of None leaves the loss unscaled. Without factors, no loss is
     #: computed.
     factors: list[float | None] | dict[int, float | None] | None = None
+    #: The path of each micro-batch through the code between layers; empty if all take the path of the sample.
+    paths: list[int] | dict[int, int] = field(default_factory=list)
     #: Gradients of the outputs, if the loss is computed outside the pipeline.
     output_grads: list[Gradients] = field(default_factory=list)
     #: The initial gradient of each loss's backward, as a 0-d tensor. Default: None, which stands for 1.

@@ -1,0 +1,177 @@
+"""Models whose code between layers branches on values of the batch, on shapes or on random numbers."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+WORDS, WIDTH, LENGTH = 16, 8, 6
+
+
+class Block(nn.Module):
+    """A layer with dropout and an optional bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self.drop(self.down(torch.relu(self.up(x))))
+        return x + (y if bias is None else y * bias)
+
+
+class Text(nn.Module):
+    """An embedding, six blocks, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Padded(Text):
+    """Uses a bias, and a value of the first stage in the last stage, only if a row has padding."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = first = self.embed(ids)
+        bias = None if mask.all() else mask[..., None].float()
+        for block in self.blocks:
+            x = block(x, bias)
+        if bias is not None:
+            x = x + first * 0.5
+        return self.head(x).square().mean()
+
+
+class Longest(Text):
+    """Cuts the batch at its longest row."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        length = int(mask.sum(1).max())
+        x = self.embed(ids[:, :length])
+        for block in self.blocks:
+            x = block(x)
+        if length < LENGTH:
+            x = x * 2 + x.tanh()
+        return self.head(x).square().mean()
+
+
+class Nested(Text):
+    """Branches in two places, the second only after the first."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and not mask.all():
+                x = x.tanh()
+                if (mask[:, 3] == 0).any():
+                    x = x + (ids == 1)[..., None] * 0.5
+        return self.head(x).square().mean()
+
+
+class Exits(Text):
+    """Leaves out the last blocks if a row has padding."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 3 and not mask.all():
+                break
+        return self.head(x).square().mean()
+
+
+class Shifts(Text):
+    """Changes its input in place, and asks for sizes of the result."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        ids.masked_fill_(mask == 0, 0)
+        moved = ids.clone()
+        moved[:, 1:] = ids[:, :-1]
+        _, length = moved.size()
+        padding = moved.eq(0) if moved[:, 1:].eq(0).any() else None
+        x, y = self.embed(ids), self.embed(moved).detach()
+        for number, block in enumerate(self.blocks):
+            x = block(x + y / length) if number == 4 else block(x)
+        if padding is not None:
+            x = x.masked_fill(padding[..., None], 0.0)
+        return self.head(x).square().mean()
+
+
+class Shaped(Text):
+    """Branches on a shape that the sample does not have."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if ids.shape[1] != LENGTH:
+            x = x.tanh() * mask.any()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Dropped(Text):
+    """Skips blocks at random, as LayerDrop does. ``draw`` returns a random number."""
+
+    def draw(self) -> float | Tensor:
+        return random.random()
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            if self.training and self.draw() < 0.3:
+                continue
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class DroppedByTorch(Dropped):
+    def draw(self) -> float | Tensor:
+        return torch.rand([])
+
+
+class DroppedByNumpy(Dropped):
+    def draw(self) -> float | Tensor:
+        return float(np.random.rand())
+
+
+class ByBuffer(Text):
+    """Adds a buffer only if a row has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.arange(WIDTH) / WIDTH)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number in (1, 4) and not mask.all():
+                x = x + self.shift
+        return self.head(x).square().mean()
+
+
+#: Models whose branches depend on the inputs alone.
+BY_INPUT: Sequence[type[Text]] = (Padded, Longest, Nested, Exits, Shifts)
+#: Models whose branches depend on random numbers.
+BY_CHANCE: Sequence[type[Text]] = (Dropped, DroppedByTorch, DroppedByNumpy)
+
+
+def model_of(kind: type[Text], seed: int = 0) -> Text:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def batch_of(padding: Sequence[int], length: int = LENGTH, seed: int = 0) -> dict[str, Tensor]:
+    """Return a batch of two rows a micro-batch; ``padding`` is the number of padded places of each micro-batch."""
+    ids = torch.randint(1, WORDS, (2 * len(padding), length), generator=torch.Generator().manual_seed(seed))
+    lengths = torch.tensor([[length, length - own] for own in padding]).flatten()
+    return {"ids": ids, "mask": (torch.arange(length) < lengths[:, None]).long()}
