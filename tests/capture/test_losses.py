@@ -392,6 +392,7 @@ def test_a_search_may_choose_micro_batches_where_the_loss_is_known_to_add_up(los
     assert adds_up(model(), loss_fn, None) is known
 
 
+@pytest.mark.smoke
 def test_every_loss_function_of_torch_is_one_of_these() -> None:
     """Each is the function of one loss class."""
     functions = [

@@ -105,6 +105,7 @@ def test_replicas_that_divide_weights_train_as_the_loop(
         assert max(errors) <= 1e-6
 
 
+@pytest.mark.smoke
 def test_the_dimensions_of_a_mesh_are_recognised_or_named(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run(4, jobs.grids)):
         assert found["by names"] == found["any names"] == ((0, 1), (2, 3))
@@ -119,6 +120,7 @@ def test_the_dimensions_of_a_mesh_are_recognised_or_named(ranks: Ranks) -> None:
         assert "mesh= must be a DeviceMesh" in found["no mesh"], rank
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
 def test_part_of_a_mesh_trains_where_torch_makes_its_groups(ranks: Ranks, shape: tuple[int, int]) -> None:
     """Before 2.14, torch named a group by the number of earlier groups of a process, which differs between ours."""

@@ -28,6 +28,7 @@ def test_every_part_can_be_hidden() -> None:
     assert sorted(NAMES) == sorted(PARTS)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("inside", INSIDES, ids=NAMES)
 def test_every_part_works_in_this_version(inside: Inside) -> None:
     assert inside.fault == ""
