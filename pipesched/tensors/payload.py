@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.errors import InputError
+from pipesched.errors import InputError, TorchVersionError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.tensors.torch_insides import pytree
 
@@ -209,10 +210,8 @@ class Opened:
         return made
 
 
-@cache
-def _register_opened() -> None:
+with suppress(TorchVersionError):  # code that flattens a value raises it
     pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
-
 
 _NO_RECORDS = (
     Enum,
@@ -235,7 +234,6 @@ def is_record(value: Any) -> bool:
 
 def opened(value: Any) -> Any:
     """Replace the dataclass instances in a value with pytree nodes."""
-    _register_opened()
 
     def open_one(leaf: Any) -> Any:
         if not is_record(leaf):

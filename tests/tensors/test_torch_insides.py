@@ -19,7 +19,7 @@ NAMES = [one.name for one in INSIDES]
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[str]]:
     command = [sys.executable, "-m", "tests.support.hidden_parts"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert not run.returncode, run.stderr
     return {name: found for name, *found in map(json.loads, run.stdout.splitlines())}
 
@@ -36,7 +36,7 @@ def test_every_part_works_in_this_version(inside: Inside) -> None:
     assert inside.seen_in
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_part_code_that_needs_it_is_refused_by_name(outcomes: dict[str, list[str]], name: str) -> None:
     imported, plain, use = outcomes[name]
@@ -75,3 +75,9 @@ def test_probes_draw_no_random_numbers() -> None:
     before = torch.get_rng_state()
     assert not any(Inside(one.name, one.reason, one._probe).fault for one in INSIDES)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_process_that_only_receives_dataclasses_knows_how_to_rebuild_them() -> None:
+    code = "from pipesched.tensors.payload import Opened, pytree; print(pytree.tree_leaves(Opened([1, 2], object)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[1, 2]\n"
