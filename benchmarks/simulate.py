@@ -3,7 +3,7 @@
 pipesched: each shape runs in a fresh process. The script prints the seconds of each part, the numbers of compute and
 lowered actions, the actions per second, and the peak memory. torch: ``torch.distributed.pipelining`` builds the same
 schedule (its constructor also adds the communication of all ranks) and runs its ``_simulate_comms_compute``; the
-actions that this function does not support (UNSHARD, RESHARD, REDUCE_GRAD) are removed first. Both run in turn,
+actions that this function does not support (UNKNOWN) are removed first. Both run in turn,
 pipesched first, each in a fresh process with a time limit. Failures are printed.
 """
 
@@ -32,7 +32,7 @@ PEER_SHAPES = [  # name, ranks, micro-batches, chunks on each rank, pairs of run
     ("interleaved-1f1b", 256, 1024, 2, 1),
 ]
 TORCH = {"interleaved-1f1b": "Interleaved1F1B", "1f1b": "1F1B"}
-UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B")
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:

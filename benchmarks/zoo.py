@@ -35,9 +35,9 @@ import torch
 from measure import machine
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
-from torch.utils import _pytree as pytree
 
 from pipesched import Pipeline, graph_of
+from pipesched.tensors.payload import pytree
 from pipesched.testing import reference_step
 
 try:

@@ -19,6 +19,7 @@ __all__ = [
     "PartitionError",
     "PipeschedError",
     "ScheduleError",
+    "TorchVersionError",
 ]
 
 
@@ -76,3 +77,7 @@ class DamagedCheckpointError(CheckpointError):
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the given path."""
+
+
+class TorchVersionError(PipeschedError, ImportError):
+    """The installed version of torch lacks a part that pipesched needs."""

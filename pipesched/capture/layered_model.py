@@ -21,7 +21,7 @@ from pipesched.capture.whole_layers import as_whole_layers
 from pipesched.checks import shown
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.class_state import ClassAttribute, changed_classes, check_class_state, class_state
-from pipesched.model.module_tree import check_hooks, check_initialised, is_compiled, is_in_a_row, layers_of
+from pipesched.model.module_tree import check_hooks, check_initialised, is_in_a_row, layers_of
 from pipesched.model.stale_weights import check_not_stale
 from pipesched.model.state_guard import is_of_user, names_of, unchanged, untouched
 from pipesched.model.tied_weights import Ties, Use
@@ -30,6 +30,7 @@ from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.torch_insides import is_compiled
 from pipesched.units import counted
 
 __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from operator import is_not
 from os.path import commonprefix
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,15 +18,14 @@ from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
 from pipesched.tensors.added_losses import added_loss
+from pipesched.tensors.backward_regions import Region, RegionFinder
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
-    FUNCTION_APPLY,
     READS,
-    backward_region,
     changed_in_place,
     is_shaped_by_contents,
     memory_at,
@@ -82,7 +80,8 @@ class _Recorder(TorchFunctionMode):
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # parameter or buffer -> index of the first call that uses it
         self._elsewhere: set[int] = set()  # addresses of memory that no call of this forward allocated
-        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward -> first and last call
+        self._finder = RegionFinder()
+        self._regions: dict[Region, tuple[Call, Call]] = {}  # code with a single backward -> first and last call
         self._readers: dict[str, int] = {}  # container -> index of the first call after its code read tensor values
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
@@ -148,7 +147,7 @@ class _Recorder(TorchFunctionMode):
             names = [
                 own.layer.split(".")[:-1] for own in self._capture.calls[first.index : call.index + 1] if own.layer
             ]
-            if names and region.f_code is FUNCTION_APPLY:
+            if names and region.of_function:
                 self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # commonprefix of lists
         calls = self._capture.calls
         last = {value: call.index for call in calls for value in call.takes}
@@ -350,7 +349,7 @@ class _Recorder(TorchFunctionMode):
         for name in uses:
             self._first_use.setdefault(name, call.index)
         self._capture.calls.append(call)
-        if (region := backward_region()) is not None:
+        if (region := self._finder.outermost()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}

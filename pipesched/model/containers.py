@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesched.model.module_tree import hooks_of, is_compiled, is_recorder
+from pipesched.model.module_tree import hooks_of, is_recorder
+from pipesched.tensors.torch_insides import is_compiled
 
 __all__ = ["MetaTwin", "Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
 

@@ -27,6 +27,7 @@ from pipesched.model.safetensors_files import WeightFiles
 from pipesched.model.weight_owners import Owners
 from pipesched.tensors.exchange import RankDevices
 from pipesched.tensors.meta_tensors import give_contents, lacks_contents
+from pipesched.tensors.torch_insides import forget_weights, hooks_on, reset_of
 from pipesched.torch_checks import as_function
 
 __all__ = ["Init", "Initial", "built", "check_model"]
@@ -171,7 +172,7 @@ class Initial:
             return
         recurrent = [module for module in self._model.modules() if isinstance(module, nn.RNNBase)]
         for module in recurrent:
-            module._flat_weight_refs.clear()  # its weak references would prevent filling the weights
+            forget_weights(module)  # the module's weak references would prevent filling them
         units = _units(self._model)
         wanted = {id(buffer): ranks.devices[0] for unit in units for buffer in unit.loose}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
@@ -228,8 +229,7 @@ class Initial:
             give_contents(tensor, full)
         for name, module in unit.modules:
             with _drawing(self.seed, name), torch.no_grad():
-                reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-                if callable(reset):
+                if reset := reset_of(module):
                     reset()
                 if self._init_fn is not None:
                     self._fill_own(name, module, self._init_fn)
@@ -243,7 +243,7 @@ class Initial:
 
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        if parameter.is_meta and hooks_on(parameter):
             raise GraphError(
                 f"parameters on the meta device must not have hooks; {name!r} is on the meta device and has hooks; "
                 f"register the hooks after building the pipeline"

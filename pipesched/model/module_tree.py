@@ -8,6 +8,7 @@ from torch import nn
 
 from pipesched.errors import GraphError, ModelTypeError
 from pipesched.model.stale_weights import StaleHook
+from pipesched.tensors.torch_insides import is_compiled
 from pipesched.units import and_more, counted
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "check_hooks",
     "check_initialised",
     "hooks_of",
-    "is_compiled",
     "is_in_a_row",
     "is_recorder",
     "layers_of",
@@ -82,11 +82,6 @@ def _tracks(module: nn.Module) -> bool:
 def _is_plain(module: Any) -> bool:
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return plain and not is_compiled(module)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled, with its ``compile()`` method or with ``torch.compile``."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

@@ -15,11 +15,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 # As in tensors/memory_tracker.py: no public mode sees operations on ``.data`` or inside torch's functions.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import is_expanded
 from pipesched.tensors.payload import memory_of, pytree
+from pipesched.tensors.torch_insides import DispatchMode, hooks_on, schema_of
 
 __all__ = [
     "GROWING",
@@ -209,7 +208,7 @@ class _Copies:
         return func(*args, **kwargs)
 
 
-class _CopiesOfWritten(_Copies, TorchDispatchMode):
+class _CopiesOfWritten(_Copies, DispatchMode):
     """The dispatch mode of `_Copies`. tensors/memory_tracker.py explains why it is a separate class."""
 
     supports_higher_order_operators = True
@@ -218,7 +217,7 @@ class _CopiesOfWritten(_Copies, TorchDispatchMode):
 @lru_cache(maxsize=4096)
 def _written(operator: Any) -> tuple[tuple[int, str], ...]:
     """Return the arguments that an operator writes to, as (position, name)."""
-    schema = getattr(operator, "_schema", None)  # higher-order operators have no schema
+    schema = schema_of(operator)
     arguments = schema.arguments if schema is not None and schema.is_mutable else ()
     return tuple(
         (position, argument.name)
@@ -275,7 +274,7 @@ def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Remove gradients and hooks of leaf tensors during the ``with`` block."""
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     grads = [leaf.grad for leaf in leaves]
-    hooks = [own for leaf in leaves for own in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if own]
+    hooks = [own for leaf in leaves for own in hooks_on(leaf)]
     contents = [dict(own) for own in hooks]
     for leaf in leaves:
         leaf.grad = None

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As in tensors/memory_tracker.py: no public mode sees the operations of backward passes.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from pipesched.runtime.stage.recompute import is_dear
 from pipesched.runtime.stage.stage import Stage
 from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.simulation.memory import Message
 from pipesched.tensors.memory_tracker import Books, books_of
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of
+from pipesched.tensors.torch_insides import DispatchMode
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Layer", "Sizes", "sizes_of"]
@@ -93,11 +91,11 @@ class _Notes:
         return made
 
 
-class _Dear(_Notes, TorchDispatchMode):
+class _Dear(_Notes, DispatchMode):
     """Records the memory of the results that `pipesched.runtime.stage.recompute` keeps for "recompute-cheap"."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.results = []
 
 

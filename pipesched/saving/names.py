@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
+from pipesched.tensors.torch_insides import WRAPPED_IN
+
 __all__ = ["model_name", "own_names"]
 
-#: Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the wrapped module.
-_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MODULE = "module"  # used by DistributedDataParallel, AveragedModel and most other wrappers
 
 
@@ -26,7 +26,7 @@ def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
             here = own.setdefault(name, name)
             for key, child in module._modules.items():
                 if child is not None:
-                    wrapped = key in _WRAPPED or (key == _MODULE and len(module._modules) == 1)
+                    wrapped = key in WRAPPED_IN or (key == _MODULE and len(module._modules) == 1)
                     own[f"{name}.{key}" if name else key] = here if wrapped else f"{here}.{key}" if here else key
     if all(name == short for name, short in own.items()):
         return lambda name: name
@@ -50,4 +50,4 @@ def model_name(key: str, names: Collection[str]) -> str | None:
 
 
 def _without_wrapper(name: str) -> str:
-    return ".".join(part for part in name.removeprefix(f"{_MODULE}.").split(".") if part not in _WRAPPED)
+    return ".".join(part for part in name.removeprefix(f"{_MODULE}.").split(".") if part not in WRAPPED_IN)

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from inspect import currentframe
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import checkpoint
 
 from pipesched.checks import shown
 from pipesched.errors import ExecutionError, InputError
+from pipesched.tensors.torch_insides import recomputes
 
 __all__ = ["Route", "add_loss", "added_loss", "check_scalar", "collect_losses", "no_graph", "routed"]
 
@@ -67,7 +66,7 @@ def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
     route = _ROUTE.get()
     if route is not None:
         route(value, name, position)
-    elif value.requires_grad and not _recomputes():
+    elif value.requires_grad and not recomputes():
         raise ExecutionError(
             f"add_loss must be called during a pipeline step, which adds the loss to its total; the loss {name!r} was "
             f"added outside a step and would be lost; run the model under no_grad, or collect its losses with "
@@ -130,19 +129,8 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
         check_scalar(value, name)
         if trains and not torch.is_grad_enabled():
             raise ExecutionError(no_graph(name, "use_reentrant=False in torch.utils.checkpoint"))
-        if not _recomputes():
+        if not recomputes():
             losses[name] = losses[name] + value if name in losses else value
 
     with routed(collect):
         yield losses
-
-
-def _recomputes() -> bool:
-    """Return whether torch.utils.checkpoint is running a forward for the second time, in a backward pass."""
-    frame = currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == checkpoint.__file__ and code.co_name in ("unpack_hook", "backward"):
-            return True
-        frame = frame.f_back
-    return False

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from pipesched.tensors.torch_insides import check_body
+
 __all__ = ["COMPOSITES", "Handler", "Intercept"]
 
 #: Python functions that multiply by weights in their body. The calls in the body are intercepted one by one.
@@ -61,6 +63,7 @@ class Intercept(TorchFunctionMode):
         return next((handler for handler in found if handler), None)
 
     def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_body(func)
         return self._opened(func)(*args, **kwargs)
 
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:

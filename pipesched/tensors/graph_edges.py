@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["edge_of", "enter"]
@@ -50,6 +50,6 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Return ``get_gradient_edge(tensor)``, but faster if the tensor is the result of a built-in operation."""
     node: Any = tensor.grad_fn
-    if node is None or isinstance(node, BackwardCFunction):
+    if node is None or isinstance(node, FunctionCtx):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)

@@ -10,10 +10,9 @@ numpy, that generator is seeded in the same way.
 import functools
 import hashlib
 import random
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
 from pipesched.tensors.function_mode import Handler
+from pipesched.tensors.torch_insides import compile_lock
 
 __all__ = ["InBackward", "Key", "KeyedRandom", "Place", "draws", "is_random", "outside_kept", "outside_state"]
 
@@ -207,7 +207,7 @@ class KeyedRandom:
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
         seed = self._next_seed()
-        with _not_compiling(), _DEFAULT_GENERATORS:
+        with compile_lock(), _DEFAULT_GENERATORS:
             states = [generator.get_state() for generator in generators]
             try:
                 for generator in generators:
@@ -224,12 +224,6 @@ class KeyedRandom:
             output = act()
             pairs = zip(generators, before, strict=True)
             return output, any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
-
-
-def _not_compiling() -> AbstractContextManager[Any]:
-    """Return a lock that keeps other threads from compiling, because compilation resets the default generators."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")  # None if the module is not loaded, so no thread compiles
-    return getattr(compiler, "compile_lock", nullcontext())
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -14,11 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Public modes do not see the operations of backward passes. Torch's guide "Extending PyTorch" documents this mode,
-# which has no public module.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.torch_insides import DispatchMode
 
 __all__ = ["Books", "Ledger", "books_of"]
 
@@ -139,11 +136,11 @@ class _Writes:
         return made
 
 
-class _Watch(_Writes, TorchDispatchMode):
+class _Watch(_Writes, DispatchMode):
     """A dispatch mode that adds the results of operations to a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ledger = ledger
 
 

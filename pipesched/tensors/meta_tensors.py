@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.torch_insides import base_of
 
 __all__ = ["Beside", "apart", "call_beside", "give_contents", "is_expanded", "lacks_contents", "put_on", "stand_in"]
 
@@ -129,7 +130,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
     """Turn tensors that the call changed in place into meta tensors, because their new values are unknown."""
     back = {}
     for tensor, copy in changed:
-        if tensor._base is not None:
+        if base_of(tensor) is not None:
             raise RuntimeError(
                 "cannot write values computed on the meta device into a view of a tensor with real values, because "
                 "the tensor's values would be lost"

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -12,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, because torch has no public module for pytrees yet.
-from torch.utils import _pytree as pytree
-
-from pipesched.errors import InputError
+from pipesched.errors import InputError, TorchVersionError
 from pipesched.program.near_equal_parts import near_equal_parts
+from pipesched.tensors.torch_insides import pytree
 
 __all__ = [
     "Gradients",
@@ -80,7 +79,7 @@ class Payload:
         By default, the payload's tensors share memory and version counters with the value's tensors.
         """
         if isinstance(value, Tensor):  # the usual case
-            return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
+            return cls((detached(value),), (0,), _leaf(), (value.requires_grad,))
         leaves, places, spec = _distinct(value)
         needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         apart = tuple([detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -124,7 +123,7 @@ class Payload:
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
         """Return the value, rebuilt with ``tensors`` in place of the tensors in ``wanted``."""
-        if self.spec is _LEAF:
+        if self.spec is _leaf():
             return (tensors or self.leaves)[0]
         if not tensors or len(self.leaves) == 1:
             return self._together(tensors or self.leaves)
@@ -143,35 +142,39 @@ class Payload:
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
     def _together(self, leaves: Sequence[Any]) -> Any:
-        if self.spec is _ARGUMENT:
+        if self.spec is _argument():
             return (leaves[0],), {}
-        if self.spec is _LEAF or self.spec.is_leaf():
+        if self.spec is _leaf() or self.spec.is_leaf():
             return leaves[0]
         return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
 
 
-_LEAF = pytree.tree_structure(0)
+@cache
+def _leaf() -> pytree.TreeSpec:
+    return pytree.tree_structure(0)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Flatten like ``pytree.tree_flatten``, with a fast path for a single tensor and for (args, kwargs) of tensors."""
     if isinstance(value, Tensor):
-        return [value], _LEAF
+        return [value], _leaf()
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
         leaves = [*value[0], *value[1].values()]
         if len(leaves) == len(value[0]) == 1 and isinstance(leaves[0], Tensor):
-            return leaves, _ARGUMENT
+            return leaves, _argument()
         if all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves, _call_spec(len(value[0]), tuple(value[1]))
     return pytree.tree_flatten(value)
 
 
 @cache
+def _argument() -> pytree.TreeSpec:
+    return _call_spec(1, ())
+
+
+@cache
 def _call_spec(num_args: int, names: tuple[Any, ...]) -> pytree.TreeSpec:
     return pytree.tree_structure(((0,) * num_args, dict.fromkeys(names, 0)))
-
-
-_ARGUMENT = _call_spec(1, ())
 
 
 def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
@@ -207,7 +210,8 @@ class Opened:
         return made
 
 
-pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
+with suppress(TorchVersionError):  # code that flattens a value raises it
+    pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
 
 _NO_RECORDS = (
     Enum,

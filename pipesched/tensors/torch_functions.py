@@ -1,23 +1,18 @@
 """Torch functions: identifies functions that read values, change tensors in place, or compute gradients."""
 
 from collections.abc import Callable, Sequence
-from inspect import currentframe
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import resolve_name
-from torch.utils import checkpoint
 
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = [
     "ASKS",
     "DIFFERENTIATES",
-    "FUNCTION_APPLY",
     "READS",
-    "backward_region",
     "changed_in_place",
     "is_shaped_by_contents",
     "memory_at",
@@ -31,7 +26,6 @@ _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 #: Functions that compute gradients, which a forward may call.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -63,17 +57,3 @@ def memory_at(tensor: Tensor) -> int:
         return storage.data_ptr() or id(storage)
     except (NotImplementedError, RuntimeError):  # functional wrappers, such as those inside vmap, have no memory
         return id(tensor)
-
-
-def backward_region() -> FrameType | None:
-    """Return the frame of the outermost running torch.utils.checkpoint or autograd.Function, or None.
-
-    The backward of the code inside it cannot be split.
-    """
-    found = None
-    frame = currentframe()
-    while frame is not None:
-        if frame.f_code is FUNCTION_APPLY or frame.f_globals.get("__name__") == checkpoint.__name__:
-            found = frame
-        frame = frame.f_back
-    return found

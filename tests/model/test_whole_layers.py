@@ -73,12 +73,14 @@ class Reversible(nn.Module):
         return self.last(Recomputed.apply(self.first(x), list(self.middle)))
 
 
+@pytest.mark.smoke
 def test_layers_within_a_function_that_has_its_own_backward_stay_together() -> None:
     check(Pairs, FLOATS)
     check(Reversible, FLOATS)
     assert list(graph_of(Pairs(), FLOATS[:2], measured=False)) == ["first", *(f"pairs.{n}" for n in range(4))]
 
 
+@pytest.mark.smoke
 def test_what_draws_in_a_backward_is_refused_in_a_pipeline_and_in_the_loop() -> None:
     options: dict[str, Any] = {"loss_fn": square, "seed": 5}
     message = r"random numbers must be drawn in forwards.* dropout was called during a backward"

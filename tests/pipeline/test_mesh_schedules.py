@@ -17,6 +17,7 @@ ASYNCHRONOUS = [name for name in schedules.names() if name not in synchronous_na
 SHARED = [name for name in schedules.names() if (p := schedules.get(name).program(2, 2)).num_weights < p.num_stages]
 
 
+@pytest.mark.smoke
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_name_trains_over_a_mesh(ranks: Ranks, name: str) -> None:

@@ -279,6 +279,6 @@ def test_only_nccl_groups_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = {Group(): "nccl", Group(): "gloo", Group(): "cpu:gloo,cuda:nccl"}
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_backend", groups.__getitem__)
-    monkeypatch.setattr(distributed.distributed_c10d._world.__class__, "pg_names", groups)
+    monkeypatch.setattr(stuck, "process_groups", lambda: [*groups])
     assert stuck._abort_nccl_groups()
     assert [group.aborted for group in groups] == [True, False, True]

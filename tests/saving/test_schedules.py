@@ -54,6 +54,7 @@ def continued(group: Group, schedule: str, path: str, options: dict[str, Any]) -
     assert_equal_bits(*found)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [

@@ -13,6 +13,7 @@ from typing import NoReturn
 from torch import distributed
 
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Activity
+from pipesched.tensors.torch_insides import process_groups
 
 __all__ = ["Stuck"]
 
@@ -56,7 +57,7 @@ def _abort_nccl_groups() -> bool:
     """Abort the job's NCCL groups on this rank. Returns whether there are any such groups."""
     if not distributed.is_initialized():
         return False
-    groups = [one for one in distributed.distributed_c10d._world.pg_names if "nccl" in distributed.get_backend(one)]
+    groups = [one for one in process_groups() if "nccl" in distributed.get_backend(one)]
     for group in groups:
         with suppress(RuntimeError):
             group.abort()

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.errors import ExecutionError
 from pipesched.tensors.payload import memory_of
+from pipesched.tensors.torch_insides import base_of
 
 __all__ = ["Offloads", "addresses", "host_bytes_per_s"]
 
@@ -263,7 +264,8 @@ def _is_weight(tensor: Tensor) -> bool:
 
     Parameters are not moved, because sharding libraries change their memory.
     """
-    base = tensor if tensor._base is None else tensor._base
+    base = base_of(tensor)
+    base = tensor if base is None else base
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 

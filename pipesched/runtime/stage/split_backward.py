@@ -14,13 +14,13 @@ to autograd, which runs all hooks of the weight.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 
 from pipesched.runtime.stage.weight_products import (
@@ -46,10 +46,13 @@ class _WeightUses:
         self._uses: Counter[Tensor] = Counter()
         self._flops: Counter[Tensor] = Counter()
         self._nodes: dict[Tensor, list[Node | None]] = {}
+        self._leaves: dict[Node, Tensor] = {}  # the node that adds to a weight's gradient -> the weight
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
         """Record an operation that uses these weights. Autograd computes the weights' gradients as usual."""
-        for weight in map(self._live, weights):
+        for used in weights:
+            weight = self._live(used)
+            self._leaves[get_gradient_edge(used).node] = weight
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
@@ -62,8 +65,8 @@ class _WeightUses:
         backward pass does not reach an operation if the layer differentiates inside its own forward, or runs the
         operation without gradients.
         """
-        passed, reached = _reached(outputs)
-        uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
+        passed, reached = _reached(outputs, self._leaves)
+        uses = Counter({self._leaves[leaf]: count for leaf, count in reached.items()})
         return frozenset(
             weight
             for weight, count in self._uses.items()
@@ -290,8 +293,8 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
     return [given.get(name) for name in names]
 
 
-def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
-    """Return the nodes that a backward pass reaches, and the number of uses of each leaf.
+def _reached(outputs: Sequence[GradientEdge], leaves: Collection[Node]) -> tuple[set[Node], dict[Node, int]]:
+    """Return the nodes that a backward pass reaches, and the number of uses of each leaf that it reaches.
 
     Uses of a view or a cast of a weight, such as the transposed weight of a linear layer, count as uses of the weight.
     """
@@ -307,5 +310,4 @@ def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor
         parents = above[node]
         return sum(1 if parent is None or len(parent.next_functions) > 1 else uses(parent) for parent in parents)
 
-    leaves = {node: getattr(node, "variable", None) for node in above}
-    return set(above), Counter({leaf: uses(node) for node, leaf in leaves.items() if leaf is not None})
+    return set(above), {leaf: uses(leaf) for leaf in leaves if leaf in above}

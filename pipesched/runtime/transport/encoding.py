@@ -18,6 +18,7 @@ import torch
 
 from pipesched.errors import ExecutionError
 from pipesched.tensors.payload import Opened, pytree
+from pipesched.tensors.torch_insides import node_of
 
 __all__ = ["Encoding", "UnsentTypeError"]
 
@@ -166,7 +167,8 @@ class Encoding:
             member = value.name if value.name in kind.__members__ else value.value  # type: ignore[attr-defined]
             self._write_parts(b"E", (self._named(kind), member), out)
         elif isinstance(value, pytree.TreeSpec):
-            inner = () if value.is_leaf() else (self._named(value.type), value.context, *_children(value))
+            kind, context, children = node_of(value)
+            inner = () if kind is None else (self._named(kind), context, *children)
             self._write_parts(b"p", inner, out)
         elif isinstance(value, type):
             self._write_parts(b"T", (self._named(value),), out)
@@ -256,10 +258,6 @@ class Encoding:
         if kind is namedtuple and not (issubclass(context, tuple) and hasattr(context, "_fields")):
             raise ValueError(f"{context} is not a named tuple")
         return pytree.TreeSpec(kind, context, list(children))
-
-
-def _children(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
-    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has only the attribute
 
 
 def _name(kind: Any) -> str:

@@ -136,10 +136,10 @@ def pipeline(mesh: DeviceMesh, model: nn.Module, sample: Any, **options: Any) ->
         return Pipeline(model, sample, mesh=mesh, distributed=given, **{"seed": SEED, **options})
 
 
-def trained(group: Any, case: Case) -> Trained:
+def trained(group: Any, case: Case, mesh: DeviceMesh | None = None) -> Trained:
     """Train the case's model in replicas, each on its own rows. If ``inputs`` is "first", rank 0 passes all rows."""
     make, make_batch, make_loss = MODELS[case.model]
-    mesh = mesh_of(case.mesh)
+    mesh = mesh or mesh_of(case.mesh)
     replicas = case.mesh[0]
     x, y = make_batch()
     pipe = pipeline(
@@ -533,7 +533,6 @@ def grids(group: Any) -> dict[str, Any]:
         "by names": rows(mesh_of((2, 2), ("dp_replicate", "pp"))),
         "pipelines first": rows(mesh_of((2, 2), ("pp", "dp"))),
         "one dimension": rows(mesh["pp"]),
-        "of a larger mesh, with unequal groups": rows(mesh_of((1, 2, 2), ("dp", "pp", "tp"))["dp", "pp"]),
         "any names": rows(mesh_of((2, 2), ("a", "b")), {"pipeline": "b", "replicate": "a"}),
         "unknown names": rows(mesh_of((2, 2), ("a", "b"))),
         "one more dimension": rows(mesh_of((2, 1, 2), ("dp", "tp", "pp"))),
@@ -543,3 +542,30 @@ def grids(group: Any) -> dict[str, Any]:
         "no mapping": rows(mesh, "pp"),
         "no mesh": rows(group),
     }
+
+
+def trained_on_part(group: Any, case: Case) -> Trained | str:
+    """Train on the dimensions "dp" and "pp" of a larger mesh, or return why this mesh is refused."""
+    names = ("dp", "pp", "tp")
+    mesh = mesh_of((*case.mesh, 2), names)["dp", "pp"]
+    try:
+        grid_of(mesh, None, 1.0)
+    except PipeschedError as error:
+        return str(error)
+    return trained(group, case, mesh)
+
+
+def counts_groups_apart(group: Any) -> str:
+    """Return why a part of a mesh is refused after half of the processes have made groups on their own."""
+    mesh = mesh_of((1, 2, 2), ("dp", "pp", "tp"))["dp", "pp"]
+    alone = partial(distributed.new_group, [group.rank()], use_local_synchronization=True)
+    if group.rank() < 2:
+        alone()
+    try:
+        grid_of(mesh, None, 1.0)
+    except PipeschedError as error:
+        return str(error)
+    finally:
+        if group.rank() >= 2:
+            alone()
+    return "not refused"
