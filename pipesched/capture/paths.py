@@ -5,7 +5,7 @@ Path 0 is the path of the sample. Before a step, each micro-batch's path is foun
 alone, so all ranks find the same paths without a message.
 
 - A guard repeats what a known path read from micro-batches of the same form, which takes a fraction of a millisecond.
-- If no guard holds, a rehearsal runs the code between layers. If the rehearsal makes the calls of no known path, its
+- If no guard holds, a scout runs the code between layers. If the scout makes the calls of no known path, its
   record becomes a new path.
 """
 
@@ -21,7 +21,7 @@ from pipesched.capture.code_draws import CodeDraws
 from pipesched.capture.guard import Guard, guard_of
 from pipesched.capture.recorder import record
 from pipesched.capture.recording import Recording
-from pipesched.capture.rehearsal import Form, LayerForms, Rehearsal, UnknownValueError, form_of_call
+from pipesched.capture.scouting import Form, LayerForms, Scout, UnknownValueError, form_of_call
 from pipesched.errors import GraphError
 from pipesched.model.containers import MetaTwin
 from pipesched.tensors.keyed_random import Key, KeyedRandom
@@ -94,8 +94,8 @@ class Paths:
         self._guards: dict[Form, list[tuple[Guard, int]]] = {}
         leaves, spec = flatten(sample)
         self._keep_guard(form_of_call(leaves, spec), recording.capture, 0, sample)
-        #: The number of rehearsals so far.
-        self.rehearsals = 0
+        #: The number of scouting runs so far.
+        self.scouted = 0
 
     def find(self, batch: Sequence[Any], first: Key) -> BatchPaths:
         """Return the paths of a batch's micro-batches.
@@ -152,7 +152,7 @@ class Paths:
         for guard, path in self._guards.get(form, ()) if form is not None else ():
             if path in self.captures and guard.holds(leaves, draws):
                 return path
-        capture = self._rehearsed(args, kwargs, draws)
+        capture = self._scouted(args, kwargs, draws)
         if capture is None:
             return 0  # the stages raise an error if the micro-batch takes another path
         known = self._number_of.get(capture.way)
@@ -196,19 +196,19 @@ class Paths:
         if len(known) < _MOST_GUARDS:
             known.append((guard, path))
 
-    def _rehearsed(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: CodeDraws) -> Capture | None:
+    def _scouted(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: CodeDraws) -> Capture | None:
         """Run the code between layers on a micro-batch; return its capture, or None if it needs values of layers."""
-        self.rehearsals += 1
+        self.scouted += 1
         if self._twin is None:
             self._twin = MetaTwin(self._model)
         else:
             self._twin.refresh()
         twin = self._twin
         layers = {name: twin.of(layer) for name, layer in self._layers.items()}
-        rehearsal = Rehearsal(draws, self._forms, self.captures)
+        scout = Scout(draws, self._forms, self.captures)
         try:
             with torch.enable_grad() if self._mode else torch.no_grad():
-                capture = record(twin.layer, layers, args, kwargs, rehearsal)
+                capture = record(twin.layer, layers, args, kwargs, scout)
         except (GraphError, UnknownValueError):
             return None
         capture.outside = self._recording.capture.outside - {""} | ({""} if draws.drew_outside else set())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
-from pipesched.capture.rehearsal import Rehearsal
+from pipesched.capture.scouting import Scout
 from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
@@ -42,20 +42,20 @@ def record(
     layers: Mapping[str, nn.Module],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    rehearsal: Rehearsal | None = None,
+    scout: Scout | None = None,
 ) -> Capture:
     """Run the model's forward once, in the caller's grad mode, and record its calls.
 
-    With ``rehearsal``, the code between layers runs without the layers, and draws the random numbers of a step.
+    With ``scout``, the code between layers runs without the layers, and draws the random numbers of a step.
     """
     with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
-        return _Recorder(model, layers, rehearsal).run(tuple(args), dict(kwargs))
+        return _Recorder(model, layers, scout).run(tuple(args), dict(kwargs))
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], rehearsal: Rehearsal | None) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], scout: Scout | None) -> None:
         super().__init__()
-        self._rehearsal = rehearsal
+        self._scout = scout
         self._capture = Capture()
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._positional = positional(model.forward)
@@ -87,7 +87,7 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
-        with self, nullcontext() if self._rehearsal is None else self._rehearsal.code:
+        with self, nullcontext() if self._scout is None else self._scout.code:
             output = self._shells.model(*args, **kwargs)
         self._note_outside("")
         for tensor in tensors_in(output):
@@ -115,7 +115,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note_outside(self, layer: str) -> None:
         """Record whether this layer, or the code between layers (""), drew random numbers from Python or numpy."""
-        if self._rehearsal is not None:
+        if self._scout is not None:
             return
         drawn = outside_state()
         if drawn != self._drawn:
@@ -174,12 +174,12 @@ class _Recorder(TorchFunctionMode):
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
         name = name_of(func)
-        if self._rehearsal is None:
+        if self._scout is None:
             result = func(*args, **kwargs)
         elif (name in READS or name in ASKS) and any(tensor.is_meta for tensor in taken):
-            result = self._rehearsal.assumed(name, self._capture.calls)
+            result = self._scout.assumed(name, self._capture.calls)
         else:
-            result = self._rehearsal.code.call(func, *args, **kwargs)
+            result = self._scout.code.call(func, *args, **kwargs)
         changed = changed_in_place(taken, versions)
         if name in READS or is_shaped_by_contents(name, args):
             self._readers.setdefault(self._shells.running(), len(self._capture.calls))
@@ -277,9 +277,9 @@ class _Recorder(TorchFunctionMode):
             self._by_the_way.clear()
             self._reached.clear()
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
-            if self._rehearsal is None or not self._rehearsal.is_plain(name):
+            if self._scout is None or not self._scout.is_plain(name):
                 self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
-            call_it = call_beside if self._rehearsal is None else partial(self._rehearsal.layer, name)
+            call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
             result = call_it(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
             counted = any(one._version != version or not same_bits(one, copy) for one, version, copy in buffers)

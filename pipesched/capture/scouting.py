@@ -1,7 +1,7 @@
-"""Rehearsal: a run of the code between layers for one micro-batch, without the layers.
+"""Scout: a run of the code between layers for one micro-batch, without the layers.
 
 The model's inputs have values, so the code reads masks, lengths and keyed random numbers as it does in a step. A layer
-returns meta tensors of the right shapes. If the code reads a value that a layer computes, the rehearsal continues with
+returns meta tensors of the right shapes. If the code reads a value that a layer computes, the scout continues with
 the value that the code read on a known path. The stages compare the calls with this path later.
 """
 
@@ -20,7 +20,7 @@ from pipesched.tensors.meta_tensors import call_beside
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.tree_structure import Pattern, tensors_in
 
-__all__ = ["LayerForms", "Rehearsal", "UnknownValueError", "form_of_call"]
+__all__ = ["LayerForms", "Scout", "UnknownValueError", "form_of_call"]
 
 _MOST_FORMS = 4096
 _PLAIN = int, float, str, type(None), torch.dtype, torch.device
@@ -126,8 +126,8 @@ class LayerForms:
         return kind
 
 
-class Rehearsal:
-    """Answers the calls of one rehearsal.
+class Scout:
+    """Answers the calls of the code between layers in one run without layers.
 
     Args:
         code: draws the random numbers of the code between layers.
