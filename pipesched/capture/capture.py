@@ -60,6 +60,11 @@ class Call:
     outward: bool = False
     #: The names in ``uses`` that are not the layer's own parameters and buffers.
     loose: tuple[str, ...] = ()
+    #: Whether this is a function transform such as ``torch.vmap``. The functions inside it are not recorded, and
+    #: its results have Values only once a later call takes them.
+    transform: bool = False
+    #: Position of a tensor argument that a transform returned -> the argument's Value. See ``Transforms``.
+    adopts: dict[int, Value] = field(default_factory=dict)
     #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 
@@ -104,6 +109,8 @@ class Capture:
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     #: Layers that drew from Python's or numpy's random generators; "" is the code between layers.
     outside: set[str] = field(default_factory=set)
+    #: Layers that differentiate in forward mode; "" is the code between layers.
+    forward_mode: set[str] = field(default_factory=set)
     #: Pairs of calls. The second call uses a tensor that the first call created but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     #: (container module, name of an attribute that the forward set) -> the attribute's new value.

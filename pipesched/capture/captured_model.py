@@ -91,8 +91,16 @@ class CapturedModel:
         self.recordings[mode] = recorded(self.model, layers, mode, args, kwargs)
         return self.recordings[mode].capture
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, *, threads: bool) -> None:
         """Raise GraphError or ScheduleError if the stages of this captured model cannot run the program."""
+        forward_mode = sorted(name for capture in self.captures.values() for name in capture.forward_mode)
+        if forward_mode and threads and program.num_ranks > 1:
+            place = f"layer {forward_mode[0]!r}" if forward_mode[0] else "the code between layers"
+            raise GraphError(
+                f"only one thread of a process may differentiate in forward mode, as torch.func.jvp does, because all "
+                f"threads share one state of torch; {place} does so, and {program.num_ranks} ranks would run as "
+                f"threads; run each rank in its own process with mesh=, or use torch.func.vjp in a layer"
+            )
         hidden = self.captures[self.model.training].hidden
         if hidden and program.num_weights > len(self.layers):
             (maker, user), *others = hidden

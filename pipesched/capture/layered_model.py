@@ -63,8 +63,11 @@ class LayeredModel(Protocol):
 
         """
 
-    def check(self, program: Program) -> None:
-        """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
+    def check(self, program: Program, *, threads: bool) -> None:
+        """Raise ScheduleError or GraphError if the model's stages cannot run the program.
+
+        ``threads`` states whether the ranks of the program are threads of one process.
+        """
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage.
@@ -238,7 +241,7 @@ class LayersInARow:
             _, changed = changed_classes(self._model, before, self.sample, forward)
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, *, threads: bool) -> None:
         """Do nothing, because a chain of layers supports every program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:

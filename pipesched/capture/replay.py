@@ -5,8 +5,9 @@ call is the value received from the other stage if this stage uses that value, e
 code after the stage's last call, and raises GraphError if the code makes different calls than in the capture.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pipesched.model.containers import Shells
 from pipesched.model.module_tree import recorders_of
 from pipesched.model.tied_weights import Place, with_stand_ins
 from pipesched.tensors.added_losses import added_loss
+from pipesched.tensors.function_transforms import running_transform, tensors_of, title
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import name_of
@@ -102,6 +104,7 @@ class Replay:
         self.tied = {place: stand_ins for place, stand_ins in tied.items() if stand_ins}
         self.end = len(capture.calls) if last else part.end
         self.roots = _roots(capture)
+        self.transforms = [call for call in capture.calls if call.transform]
         self.draws = {call.index: number for number, call in enumerate(c for c in capture.calls if c.random)}
         self.wanted = {value for values in part.gives.values() for value in values}
         self.shells = Shells(model, layers, self._layer, called)
@@ -149,7 +152,7 @@ class Replay:
             pass
         finally:
             self.running = None
-            if present:
+            if present or run.lent:
                 self.refresh()  # code such as `self.count += 1` has stored the buffer's replacement in the module
         return run.made, run.looks, run.ended(output)
 
@@ -189,6 +192,8 @@ class _Run(TorchFunctionMode):
         self._call = call
         self._random = random
         self._position = 0
+        self._transform: FrameType | None = None  # the last function transform
+        self.lent: dict[Tensor, Tensor] = {}  # stand-in -> the weight that it replaces in the containers
         self._grad = torch.is_grad_enabled()
         self._code = ExitStack()
         self._code_parts = 0
@@ -199,6 +204,7 @@ class _Run(TorchFunctionMode):
         self.given: dict[Value, Any] = {replay.roots.get(value, value): tensor for value, tensor in received.items()}
         self.made = {value: one for value, one in received.items() if value in replay.wanted}
         self.looks = dict(looks)
+        self._lend()
 
     def ended(self, output: Any) -> Any:
         """Return the model's output. Raises GraphError if the code took a different path than in the capture."""
@@ -228,9 +234,13 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_of(func)
         kwargs = kwargs or {}
+        if self._replay.transforms and (frame := running_transform()) is not None:
+            return self._transformed(frame, func, args, kwargs)
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
             return self._ask(name, func, args, kwargs)  # no_grad queries at its exit, possibly after the last call
+        if call is not None and call.adopts and call.function == name:
+            self._adopt(call, tensors_in((args, kwargs)))
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:
@@ -267,7 +277,63 @@ class _Run(TorchFunctionMode):
             self.__enter__()
             self._replay.running = self
 
+    def _transformed(self, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function inside a function transform. In a stage that skips the transform, it runs without values."""
+        if frame is not self._transform:
+            self._begin_transform(frame)
+        call = self._calls[self._position - 1]
+        if call.index in self._runs:
+            args, kwargs = self._own((args, kwargs), call)
+        else:
+            args, kwargs = pytree.tree_map_only(Tensor, _without_values, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _begin_transform(self, frame: FrameType) -> None:
+        call = self._calls[self._position] if self._position < len(self._calls) else None
+        fits = call is not None and call.transform and call.function == title(frame)
+        if call is not None and fits and call.adopts:
+            self._adopt(call, tensors_of(frame))
+        if self._next() is None or call is None or not fits:
+            raise self._lost(f"calls {title(frame)}")
+        given = self._stand_ins(call) if call.index in self._runs else {}
+        if not given.keys().isdisjoint(tensors_of(frame)):
+            raise GraphError(
+                f"code between layers must pass weights to {call} directly from the attributes of the module whose "
+                f"code is running; {call} uses {call.uses[0]!r}, which comes from elsewhere or was read before an "
+                f"earlier {call}; read the attribute in the call to {call}, or put the call into a layer"
+            )
+        self._transform = frame
+        self._position += 1
+        self._lend()
+
+    def _lend(self) -> None:
+        """Set the stand-ins for the weights of the next transform as attributes of the containers.
+
+        A transform hands its arguments to the inner function in wrappers, in which they cannot be replaced.
+        """
+        for call in self._replay.transforms:
+            if call.index >= self._position and call.index in self._runs:
+                lent = self._stand_ins(call)
+                self.lent.update((tensor, own) for own, tensor in lent.items() if own not in self.lent)
+                self._replay.shells.lend({own: tensor for own, tensor in lent.items() if own not in self.lent})
+                return
+
+    def _adopt(self, call: Call, tensors: Iterable[Tensor]) -> None:
+        """Take the results of a transform from a call's arguments, or replace them by the values received."""
+        taken = list(tensors)
+        for position, value in call.adopts.items():
+            if value[0] in self._runs:
+                if value in self._replay.wanted:
+                    self.made[value] = taken[position]
+            elif value in self.given:
+                self._instead[id(taken[position])] = self.given[value]
+                self._aliases.append(taken[position])
+
     def _call_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._replay.transforms and self._position < len(self._calls):
+            due = self._calls[self._position]
+            if due.adopts and due.layer == name:
+                self._adopt(due, tensors_in((args, kwargs)))
         call = self._next()
         if call is None or call.layer != name:
             raise self._lost(f"calls layer {name}")
@@ -283,9 +349,18 @@ class _Run(TorchFunctionMode):
         """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
         if self._instead:  # first, so that a buffer changed by an earlier stage is replaced by the received buffer
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
-        given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}
+        given = self._stand_ins(call)
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
         return taken
+
+    def _stand_ins(self, call: Call) -> dict[Tensor, Tensor]:
+        """Return the tensors that replace the weights that a call uses."""
+        if not call.uses:
+            return {}
+        given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})}
+        if self.lent:
+            given |= {lent: given[own] for lent, own in self.lent.items() if given.get(own, lent) is not lent}
+        return given
 
     def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
         self._position += 1
@@ -372,6 +447,10 @@ class _Run(TorchFunctionMode):
             f"{whole}build the pipeline with a sample like this batch and the model in its current state, or move "
             f"the code that makes these calls into a layer"
         )
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to("meta")
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:

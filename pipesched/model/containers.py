@@ -178,6 +178,14 @@ class Shells(_Copies):
                 name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
             }
 
+    def lend(self, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace weights and buffers in the copied containers until the next ``refresh``."""
+        for own, copy in self._pairs if stand_ins else ():
+            for table in ("_parameters", "_buffers"):
+                found = {name: stand_ins[one] for name, one in own.__dict__[table].items() if one in stand_ins}
+                if found:
+                    copy.__dict__[table] = {**copy.__dict__[table], **found}
+
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
         """Return the new values of the container attributes, including buffers, that the forward changed."""
         changed: dict[tuple[nn.Module, str], Any] = {}

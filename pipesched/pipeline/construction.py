@@ -117,7 +117,7 @@ def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -
     )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
-    spec.layered.check(programs.full.plain)
+    spec.layered.check(programs.full.plain, threads=isinstance(host, ThreadRanks))
     return programs
 
 

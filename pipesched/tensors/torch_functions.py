@@ -16,6 +16,7 @@ __all__ = [
     "ASKS",
     "DIFFERENTIATES",
     "FUNCTION_APPLY",
+    "MAKE_DUAL",
     "READS",
     "backward_region",
     "changed_in_place",
@@ -31,6 +32,8 @@ _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 #: Functions that compute gradients, which a forward may call.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+#: The function that begins forward-mode differentiation, which ``torch.func.jvp`` uses, too.
+MAKE_DUAL = "_make_dual"
 FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
