@@ -121,6 +121,8 @@ class Capture:
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: Call index -> the function and its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
+    #: The tensors of all calls for the sample, and what calls that read values returned, for rehearsals.
+    values: dict[Value, Any] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
     #: Names of modules that must stay in one stage, because their code computes gradients or has a single backward.

@@ -87,6 +87,12 @@ class LayeredModel(Protocol):
 
         """
 
+    def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
+        """Raise GraphError if the stages of a cut exchange tensors that cannot be sent.
+
+        ``threads`` states whether the ranks are threads of one process.
+        """
+
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
@@ -249,6 +255,9 @@ class LayersInARow:
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         return [(layer, 0)]
+
+    def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
+        """Do nothing, because the outputs of the layers are not known."""
 
     output_form = None
 

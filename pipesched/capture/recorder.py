@@ -185,7 +185,9 @@ class _Recorder(TorchFunctionMode):
             call.outward |= func is added_loss
             call.sealed = not torch.is_grad_enabled()
         elif taken and (name in READS or (name in ASKS and self._given(taken))):
-            self._new("", name, taken, changed, None)[1].reads = True
+            _, call = self._new("", name, taken, changed, None)
+            call.reads = True
+            self._capture.values[call.index, 0] = result
         else:
             self._capture.quiet.add(name)
             self._capture.looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
@@ -389,6 +391,7 @@ class _Recorder(TorchFunctionMode):
         call.gives = len(given)
         for place, tensor in enumerate(given):
             self._value[id(tensor)] = value = call.index, place
+            self._capture.values[value] = apart(tensor)
             self._capture.nbytes[value] = tensor.nbytes
             self._memory.setdefault(memory_at(tensor), {})[value] = id(tensor)
         self._alive += given

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.capture import Value
+from pipesched.capture.rehearsal import rehearse
 from pipesched.capture.replay import Look, Looks, Replay, StandIns
 from pipesched.capture.stage_body import CallLayer
 from pipesched.capture.stage_parts import Part
@@ -52,6 +53,8 @@ class ReplayedBody:
         self.sharded: ShardedModules | None = None
         self._next = stage + 1
         self._last = last
+        self._stage = stage
+        self._all_parts = parts
         calls = captured.captures[captured.model.training].calls
         own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
         away = [calls[index] for part in others for index in part.own]
@@ -76,8 +79,8 @@ class ReplayedBody:
         layers = self._captured.modules
         captures = self._captured.captures
         return {
-            mode: Replay(model, layers, captures[mode], part, device, tied, own, last=self._last)
-            for mode, part in self._parts.items()
+            mode: Replay(model, layers, captures[mode], parts, self._stage, device, tied, own)
+            for mode, parts in self._all_parts.items()
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
@@ -87,6 +90,14 @@ class ReplayedBody:
         other._twins = {}
         other._replays = self._replayed(other.layers, device, {})
         return other
+
+    def rehearse(self) -> None:
+        """Run the code between layers on the sample. Raises GraphError if the code cannot run in this stage."""
+        rehearse(self._replays[self._model.training], *self.inputs(self._captured.sample))
+
+    def forget(self) -> None:
+        """Forget the attributes that a rehearsal has set."""
+        self._replays[self._model.training].shells.reset()
 
     def begin(self) -> None:
         """Select the capture of the model's current mode. Raises GraphError if this mode was not captured."""

@@ -20,6 +20,7 @@ from pipesched.errors import GraphError
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.function_transforms import RETURNS_A_FUNCTION, arguments_of, call_of, tensors_of, title
 from pipesched.tensors.keyed_random import draws
+from pipesched.tensors.meta_tensors import apart
 from pipesched.tensors.torch_functions import READS, changed_in_place, name_of
 from pipesched.tensors.tree_structure import tensors_in
 
@@ -112,6 +113,7 @@ class Transforms:
                 maker.gives += 1
                 self._alive.append(tensor)
                 self._new_values.add(value)
+                self._capture.values[value] = apart(tensor)
                 self._capture.nbytes[value] = tensor.nbytes
 
     def adopted(self, tensors: Sequence[Tensor]) -> dict[int, Value]:

@@ -156,6 +156,8 @@ class Shells(_Copies):
         self._called = called
         self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        #: (layer, its stand-in, the attributes that both had after the last call)
+        self._layers: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         self._copies: dict[int, nn.Module] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
@@ -177,6 +179,18 @@ class Shells(_Copies):
             self._contents[id(copy)] = {
                 name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
             }
+
+    def reset(self) -> None:
+        """Give all copies the current attributes of the originals, and forget all other attributes."""
+        for own, copy in self._pairs:
+            children = copy._modules
+            copy.__dict__.clear()
+            copy.__dict__.update({**own.__dict__, "_modules": children})
+        for own, copy, seen in self._layers:
+            for attributes in (copy.__dict__, seen):
+                attributes.clear()
+                attributes.update(own.__dict__)
+        self.refresh()
 
     def lend(self, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Replace weights and buffers in the copied containers until the next ``refresh``."""
@@ -220,7 +234,9 @@ class Shells(_Copies):
             self._pairs.append((module, copy))
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
-            copy.__class__ = _handing_over(name, module, self._call, self._called)
+            seen = dict(module.__dict__)
+            copy.__class__ = _handing_over(name, module, self._call, self._called, seen)
+            self._layers.append((module, copy, seen))
         return copy
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
@@ -271,9 +287,10 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
-def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
+def _handing_over(
+    name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module], seen: dict[str, Any]
+) -> type[nn.Module]:
     """Return a subclass of the layer's class for a stand-in that looks like the layer and passes calls to ``call``."""
-    seen = dict(layer.__dict__)
 
     def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
         called = all_called.get(name)

@@ -24,6 +24,7 @@ __all__ = [
     "Opened",
     "Payload",
     "PerConsumer",
+    "children_of",
     "choose_rows",
     "fields_of",
     "flatten",
@@ -229,6 +230,11 @@ _NO_RECORDS = (
 def is_record(value: Any) -> bool:
     """Return whether a value is a dataclass instance whose only contents are its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
+
+
+def children_of(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
+    """Return the parts of a spec."""
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has only the attribute
 
 
 def fields_of(record: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tree structure: the nested containers of a value, including users' dataclasses, and the tensors in them."""
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.tensors.payload import fields_of, has_a_row_each, is_record, pytree, record_of
+from pipesched.tensors.payload import children_of, fields_of, has_a_row_each, is_record, pytree, record_of
 
 __all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
@@ -35,7 +36,23 @@ class Pattern:
         present = iter(self.numbers if numbers is None else numbers)
         kinds = _Place | _Number | _Record
         leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
-        return pytree.tree_unflatten(leaves, self._spec)
+        try:
+            return pytree.tree_unflatten(leaves, self._spec)
+        except Exception:  # a named tuple whose own __new__ rejects stand-ins, such as PackedSequence
+            return _unchecked(iter(leaves), self._spec)
+
+
+def _unchecked(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
+    """Unflatten like ``pytree.tree_unflatten``, but make named tuples without running their own ``__new__``."""
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_unchecked(leaves, child) for child in children_of(spec)]
+    if spec.type is namedtuple:
+        return spec.context._make(parts)
+    return pytree.tree_unflatten(parts, pytree.TreeSpec(spec.type, spec.context, [_LEAF] * len(parts)))
+
+
+_LEAF = pytree.tree_structure(0)
 
 
 class _Place:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipesched.errors import ExecutionError
-from pipesched.tensors.payload import Opened, pytree
+from pipesched.tensors.payload import Opened, children_of, pytree
 
 __all__ = ["Encoding", "UnsentTypeError"]
 
@@ -166,7 +166,7 @@ class Encoding:
             member = value.name if value.name in kind.__members__ else value.value  # type: ignore[attr-defined]
             self._write_parts(b"E", (self._named(kind), member), out)
         elif isinstance(value, pytree.TreeSpec):
-            inner = () if value.is_leaf() else (self._named(value.type), value.context, *_children(value))
+            inner = () if value.is_leaf() else (self._named(value.type), value.context, *children_of(value))
             self._write_parts(b"p", inner, out)
         elif isinstance(value, type):
             self._write_parts(b"T", (self._named(value),), out)
@@ -256,10 +256,6 @@ class Encoding:
         if kind is namedtuple and not (issubclass(context, tuple) and hasattr(context, "_fields")):
             raise ValueError(f"{context} is not a named tuple")
         return pytree.TreeSpec(kind, context, list(children))
-
-
-def _children(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
-    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has only the attribute
 
 
 def _name(kind: Any) -> str:
