@@ -31,6 +31,7 @@ from pipesched.tensors.torch_functions import (
     READS,
     backward_region,
     changed_in_place,
+    is_dispatched,
     is_shaped_by_contents,
     memory_at,
     name_of,
@@ -161,6 +162,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_dispatched(func):
+            return func(*args, **kwargs)
         name = name_of(func)
         if name == MAKE_DUAL:
             self._capture.forward_mode.add(self._running)

@@ -14,6 +14,7 @@ from pipesched.capture import replay_errors
 from pipesched.capture.replay import Replay, Run
 from pipesched.errors import GraphError
 from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.meta_tensors import look_of
 
 __all__ = ["rehearse"]
 
@@ -40,10 +41,7 @@ class _Rehearsal(Run):
         super().__init__(
             replay,
             {value: capture.values[value] for value in known & capture.values.keys()},
-            {
-                value: (capture.values[value].dtype, tuple(capture.values[value].shape))
-                for value in capture.looked_at & capture.values.keys()
-            },
+            {value: look_of(capture.values[value]) for value in capture.looked_at & capture.values.keys()},
             {},
             _no_layer,
             KeyedRandom(replay.device),

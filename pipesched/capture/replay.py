@@ -25,6 +25,7 @@ from pipesched.model.tied_weights import Place, with_stand_ins
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.function_transforms import running_transform, tensors_of, title
 from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.meta_tensors import look_of, without_values
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import name_of
 from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, tensors_in
@@ -412,7 +413,7 @@ class Run(TorchFunctionMode):
             if value in self._replay.wanted:
                 self.made[value] = tensor
             if value in self._replay.capture.looked_at:
-                self.looks[value] = tensor.dtype, tuple(tensor.shape)
+                self.looks[value] = look_of(tensor)
             if tensor.is_meta:
                 self.check_real(tensors_in((args, kwargs)), f"{call} takes")
                 self._error = replay_errors.without_values(call)
@@ -451,7 +452,7 @@ class Run(TorchFunctionMode):
             made = torch.empty(0, device="meta")
             self._blank.add(id(made))
         else:
-            made = torch.empty(look[1], dtype=look[0], device="meta")
+            made = without_values(*look)
         self.stand_ins[id(made)] = made, value
         return made
 

@@ -38,13 +38,18 @@ def _home(replay: "Replay", value: Value) -> str:
 def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Say which is the first line of the user's code in pairs (frame, line); an empty string if none is."""
     for frame, line in frames:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "pipesched"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (
+            "torch",
+            "pipesched",
+            "threading",
+            "concurrent",
+        ):
             return f" at {frame.f_code.co_filename}:{line}"
     return ""
 
 
-def _keep_whole(replay: "Replay") -> str:
-    container = replay.shells.running()
+def _keep_whole(replay: "Replay", frame: FrameType | None = None) -> str:
+    container = replay.shells.running(frame)
     return f"keep module {container!r} whole with whole_layers=[{container!r}], or " if container else ""
 
 
@@ -121,8 +126,8 @@ def fails_on_stand_ins(replay: "Replay", stand_ins: Mapping[int, tuple[Tensor, V
     uses = f"; the code uses {_home(replay, values[0])}" if values else ""
     return GraphError(
         f"code between layers runs in every stage, and must not need the values of tensors of other stages; in stage "
-        f"{replay.stage}, {type(error).__name__} is raised{_where(lines)} ({error}){uses}; {_keep_whole(replay)}move "
-        f"this code into the layer that returns the tensor"
+        f"{replay.stage}, {type(error).__name__} is raised{_where(lines)} ({error}){uses}; "
+        f"{_keep_whole(replay, lines[0][0])}move this code into the layer that returns the tensor"
     )
 
 

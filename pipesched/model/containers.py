@@ -212,10 +212,15 @@ class Shells(_Copies):
                     changed[own, name] = value
         return changed
 
-    def running(self) -> str:
-        """Return the name of the innermost container whose code is running; an empty string for the model."""
+    def running(self, frame: types.FrameType | None = None) -> str:
+        """Return the name of the innermost container whose code is running; an empty string for the model.
+
+        Args:
+            frame: the frame of the running code. Default: the caller's frame.
+
+        """
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
-        frame = currentframe()
+        frame = frame or currentframe()
         while frame is not None:
             name = names.get(id(frame.f_locals.get("self")))
             if name is not None:

@@ -20,6 +20,7 @@ __all__ = [
     "READS",
     "backward_region",
     "changed_in_place",
+    "is_dispatched",
     "is_shaped_by_contents",
     "memory_at",
     "name_of",
@@ -34,7 +35,21 @@ ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 #: The function that begins forward-mode differentiation, which ``torch.func.jvp`` uses, too.
 MAKE_DUAL = "_make_dual"
+_OPERATOR = type(torch.ops.aten.add.Tensor)
 FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def is_dispatched(function: Callable[..., Any]) -> bool:
+    """Return whether a dispatch mode is calling this operator. The user's code called another function.
+
+    This happens inside functions that function modes do not see, such as ``torch.from_numpy``.
+    """
+    if not isinstance(function, _OPERATOR):
+        return False
+    frame = currentframe()
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def name_of(function: Callable[..., Any]) -> str:
