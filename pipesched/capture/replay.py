@@ -162,7 +162,8 @@ class Replay:
         except GraphError:
             raise
         except Exception as error:
-            run.note(error)
+            if self.running is not None:  # not an error of a layer
+                replay_errors.note(self, run.stand_ins, error)
             raise
         finally:
             self.running = None
@@ -463,14 +464,6 @@ class Run(TorchFunctionMode):
                 _, of = self.stand_ins[id(value)]
                 self._error = replay_errors.other_value(self._replay, user, of)
                 raise self._error from cause
-
-    def note(self, error: Exception) -> None:
-        """Add a note to an error of the code between layers, which may come from a stand-in."""
-        if self.stand_ins and self._replay.running is not None:
-            error.add_note(
-                f"while stage {self._replay.stage} ran the code between layers, in which tensors of other stages have "
-                f"no values"
-            )
 
     def lost(self, now: str) -> GraphError:
         """Return the error of code that makes other calls than for the sample, and keep it."""

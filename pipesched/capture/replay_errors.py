@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cannot_be_made",
     "fails_on_stand_ins",
+    "note",
     "other_calls",
     "other_calls_again",
     "other_form",
@@ -38,12 +39,7 @@ def _home(replay: "Replay", value: Value) -> str:
 def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Say which is the first line of the user's code in pairs (frame, line); an empty string if none is."""
     for frame, line in frames:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in (
-            "torch",
-            "pipesched",
-            "threading",
-            "concurrent",
-        ):
+        if not _is_foreign(frame):
             return f" at {frame.f_code.co_filename}:{line}"
     return ""
 
@@ -121,14 +117,32 @@ def other_calls_again(replay: "Replay", position: int, now: str) -> GraphError:
 def fails_on_stand_ins(replay: "Replay", stand_ins: Mapping[int, tuple[Tensor, Value]], error: Exception) -> GraphError:
     """Return the error of code between layers that fails because tensors of other stages have no values."""
     lines = list(traceback.walk_tb(error.__traceback__))[::-1]
-    named = [id(one) for frame, _ in lines for one in tensors_in(list(frame.f_locals.values()))]
-    values = [stand_ins[key][1] for key in named if key in stand_ins]
+    values = _values_in(lines, stand_ins)
     uses = f"; the code uses {_home(replay, values[0])}" if values else ""
     return GraphError(
         f"code between layers runs in every stage, and must not need the values of tensors of other stages; in stage "
         f"{replay.stage}, {type(error).__name__} is raised{_where(lines)} ({error}){uses}; "
         f"{_keep_whole(replay, lines[0][0])}move this code into the layer that returns the tensor"
     )
+
+
+def note(replay: "Replay", stand_ins: Mapping[int, tuple[Tensor, Value]], error: Exception) -> None:
+    """Add a note to an error of code between layers that has a stand-in, which may be the cause."""
+    for value in _values_in(list(traceback.walk_tb(error.__traceback__))[::-1], stand_ins)[:1]:
+        error.add_note(
+            f"while stage {replay.stage} ran the code between layers, in which {_home(replay, value)} has no values"
+        )
+
+
+def _values_in(lines: Iterable[tuple[FrameType, int]], stand_ins: Mapping[int, tuple[Tensor, Value]]) -> list[Value]:
+    """Return the values for which stand-ins are among the local variables of the user's code."""
+    frames = [frame for frame, _ in lines if not _is_foreign(frame)] if stand_ins else []
+    named = [id(one) for frame in frames for one in tensors_in(list(frame.f_locals.values()))]
+    return [stand_ins[key][1] for key in named if key in stand_ins]
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "pipesched", "threading", "concurrent")
 
 
 def _remedy(replay: "Replay") -> str:
