@@ -12,8 +12,8 @@ from pipesched.errors import GraphError
 from pipesched.testing import reference_step
 from tests.capture.test_function_transforms import Windows, gradient, members, with_code
 from tests.capture.test_values_between_layers import LENGTHS, WORDS, Made, Nested, Recurrent, padded
-from tests.support.places import Group
 from tests.support.odd_models import FLOATS, made, square
+from tests.support.places import Group
 from tests.support.rank_processes import Ranks
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
