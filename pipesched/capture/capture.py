@@ -62,6 +62,11 @@ class Call:
     outward: bool = False
     #: The names in ``uses`` that are not the layer's own parameters and buffers.
     loose: tuple[str, ...] = ()
+    #: Whether this is a function transform such as ``torch.vmap``. The functions inside it are not recorded, and
+    #: its results have Values only once a later call takes them.
+    transform: bool = False
+    #: Position of a tensor argument that a transform returned -> the argument's Value. See ``Transforms``.
+    adopts: dict[int, Value] = field(default_factory=dict)
     #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 
@@ -106,6 +111,8 @@ class Capture:
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     #: Layers that drew from Python's or numpy's random generators; "" is the code between layers.
     outside: set[str] = field(default_factory=set)
+    #: Layers that differentiate in forward mode; "" is the code between layers.
+    forward_mode: set[str] = field(default_factory=set)
     #: Pairs of calls. The second call uses a tensor that the first call created but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     #: (container module, name of an attribute that the forward set) -> the attribute's new value.
@@ -116,6 +123,8 @@ class Capture:
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: Call index -> the function and its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
+    #: The tensors of all calls for the sample, and what calls that read values returned, for rehearsals.
+    values: dict[Value, Any] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
     #: Names of modules that must stay in one stage, because their code computes gradients or has a single backward.

@@ -22,11 +22,13 @@ from pipesched.capture.whole_layers import opened
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.class_state import check_class_state
 from pipesched.model.module_tree import installs_recorders
+from pipesched.model.state_guard import attributes_kept
 from pipesched.model.tied_weights import Ties, Use
 from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
-from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.graph_edges import check_layouts
+from pipesched.tensors.keyed_random import Key, outside_kept
 from pipesched.tensors.payload import choose_rows
 from pipesched.tensors.tree_structure import tensors_in
 from pipesched.units import counted
@@ -109,8 +111,16 @@ class CapturedModel:
         self.recordings[mode] = recorded(self.model, layers, mode, args, kwargs)
         return self.recordings[mode].capture
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, *, threads: bool) -> None:
         """Raise GraphError or ScheduleError if the stages of this captured model cannot run the program."""
+        forward_mode = sorted(name for capture in self.captures.values() for name in capture.forward_mode)
+        if forward_mode and threads and program.num_ranks > 1:
+            place = f"layer {forward_mode[0]!r}" if forward_mode[0] else "the code between layers"
+            raise GraphError(
+                f"only one thread of a process may differentiate in forward mode, as torch.func.jvp does, because all "
+                f"threads share one state of torch; {place} does so, and {program.num_ranks} ranks would run as "
+                f"threads; run each rank in its own process with mesh=, or use torch.func.vjp in a layer"
+            )
         hidden = self.primary_capture.hidden
         if hidden and program.num_weights > len(self.layers):
             (maker, user), *others = hidden
@@ -178,6 +188,25 @@ class CapturedModel:
                         f"arguments"
                     )
         return [call.place for call in found]
+
+    def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
+        """Raise GraphError if the stages of a cut exchange tensors that cannot be sent."""
+        if self.model.training not in self.captures:
+            return
+        capture = self.captures[self.model.training]
+        for stage, part in enumerate(self.parts(cut)[self.model.training]):
+            for value in dict.fromkeys(value for values in part.gives.values() for value in values):
+                tensor = capture.values.get(value)
+                if not isinstance(tensor, Tensor):
+                    continue
+                maker = str(capture.calls[value[0]])
+                check_layouts([tensor], maker)
+                if not threads and (tensor.is_nested or tensor.layout is not torch.strided):
+                    raise GraphError(
+                        f"processes may exchange only plain, strided tensors; stage {stage} sends a tensor of layout "
+                        f"{tensor.layout} that {maker} returns; convert the tensor before it leaves the layer "
+                        f"(to_dense, torch.nested.to_padded_tensor), or begin the stage elsewhere with boundaries="
+                    )
 
     def passed(self) -> Generator[tuple[str, Any]]:
         """Yield nothing, because captured stages send single tensors and numbers, not whole outputs of layers."""
@@ -320,7 +349,19 @@ class CapturedModel:
         held = [_tensors(body.layers.values()) for body in bodies]
         for stage, names in unused(self.model, held).items():
             bodies[stage].layers["(never used)"] = Loose(self.model, names)
+        own = self.captures.get(self.model.training)
+        if own is not None and "" not in own.outside:  # else the code may take another path than for the sample
+            self._rehearse(bodies)
         return bodies
+
+    def _rehearse(self, bodies: Sequence[ReplayedBody]) -> None:
+        """Run the code between layers of each stage on the sample. Raises GraphError if the code fails in a stage."""
+        with attributes_kept(self.model.modules()), outside_kept():
+            self.recordings[self.model.training].set_up()
+            for body in bodies:
+                body.rehearse()
+        for body in bodies:
+            body.forget()
 
 
 def _trained(call: Call) -> Sequence[str]:

@@ -66,8 +66,11 @@ class LayeredModel(Protocol):
 
         """
 
-    def check(self, program: Program) -> None:
-        """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
+    def check(self, program: Program, *, threads: bool) -> None:
+        """Raise ScheduleError or GraphError if the model's stages cannot run the program.
+
+        ``threads`` states whether the ranks of the program are threads of one process.
+        """
 
     def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
         """Return the paths of a batch's micro-batches through the code between layers, in the model's current mode.
@@ -101,6 +104,12 @@ class LayeredModel(Protocol):
         Raises:
             GraphError: a call cannot be recomputed.
 
+        """
+
+    def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
+        """Raise GraphError if the stages of a cut exchange tensors that cannot be sent.
+
+        ``threads`` states whether the ranks are threads of one process.
         """
 
     sample: tuple[tuple[Any, ...], dict[str, Any]]
@@ -257,7 +266,7 @@ class LayersInARow:
             _, changed = changed_classes(self._model, before, self.sample, forward)
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, *, threads: bool) -> None:
         """Do nothing, because a chain of layers supports every program."""
 
     def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
@@ -271,6 +280,9 @@ class LayersInARow:
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         return [(layer, 0)]
+
+    def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
+        """Do nothing, because the outputs of the layers are not known."""
 
     output_form = None
 

@@ -1,11 +1,12 @@
 """Recorder: runs a model's forward once on a sample, and records the calls of layers and functions in a Capture."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_not
 from os.path import commonprefix
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,19 +15,23 @@ from torch.overrides import TorchFunctionMode
 
 from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
 from pipesched.capture.scouting import Scout
+from pipesched.capture.transforms import Transforms
 from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.backward_regions import Region, RegionFinder
+from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
+    MAKE_DUAL,
     READS,
     changed_in_place,
+    is_dispatched,
     is_shaped_by_contents,
     memory_at,
     name_of,
@@ -71,6 +76,7 @@ class _Recorder(TorchFunctionMode):
         self._named_writes: list[tuple[Call, str, Mapping[Value, int]]] = []
         self._counts: dict[str, int] = {}
         self._inside = False
+        self._running = ""  # the layer that is running
         self._drawn = outside_state()
         #: id of a tensor that a function inside a layer created -> the tensor, and the number of calls recorded before
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -84,6 +90,7 @@ class _Recorder(TorchFunctionMode):
         self._regions: dict[Region, tuple[Call, Call]] = {}  # code with a single backward -> first and last call
         self._readers: dict[str, int] = {}  # container -> index of the first call after its code read tensor values
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
+        self._transforms = Transforms(self._capture, self._value, self._names)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
@@ -142,6 +149,7 @@ class _Recorder(TorchFunctionMode):
         one stage. If a call modifies memory in place, and a later call reads this memory through another tensor, all
         calls that use the memory must stay in one stage.
         """
+        self._transforms.join()
         for region, (first, call) in self._regions.items():
             call.join(first.index)
             names = [
@@ -167,9 +175,16 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_dispatched(func):
+            return func(*args, **kwargs)
+        name = name_of(func)
+        if name == MAKE_DUAL:
+            self._capture.forward_mode.add(self._running)
         if self._inside:
             return self._inner(func, args, kwargs)
-        if func in DIFFERENTIATES:
+        if (frame := running_transform()) is not None:
+            return self._transforms.run(frame, func, args, kwargs, self._new)
+        if func in DIFFERENTIATES or name == MAKE_DUAL:
             self._differentiate(func)
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
@@ -189,9 +204,10 @@ class _Recorder(TorchFunctionMode):
             call.outward |= func is added_loss
             call.sealed = not torch.is_grad_enabled()
         elif taken and (name in READS or (name in ASKS and self._given(taken))):
-            call = self._function(func, name, args, kwargs, taken, changed, None)[1]
+            _, call = self._function(func, name, args, kwargs, taken, changed, None)
             call.reads = True
             call.outcome = result
+            self._capture.values[call.index, 0] = result
         else:
             self._capture.quiet.add(name)
             self._capture.looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
@@ -253,8 +269,11 @@ class _Recorder(TorchFunctionMode):
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
+        elif made is None:
+            self._transforms.see(tensor)
 
     def _end_of_hidden(self, call: Call) -> None:
+        self._transforms.link(call)
         if self._hidden_from is not None:
             call.join(self._hidden_from)
             self._capture.hidden.append((self._capture.calls[self._hidden_from], call))
@@ -263,7 +282,11 @@ class _Recorder(TorchFunctionMode):
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return layer(*args, **kwargs)
+        if (frame := running_transform()) is not None:
+            return self._transformed(frame, name, partial(layer, *args, **kwargs))
         self._note_outside("")
+        self._transforms.name(list(tensors_in((args, kwargs))))
+        self._running = name
         self._inside = True
         own = [self._names[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())]
         try:
@@ -290,6 +313,7 @@ class _Recorder(TorchFunctionMode):
             error.add_note(f"while layer {name!r} was running with the given sample")
             raise
         finally:
+            self._running = ""
             self._inside = False
             self._arguments = None
         if counted:
@@ -310,16 +334,41 @@ class _Recorder(TorchFunctionMode):
             self._capture.told[call.index] = told
         return result
 
-    def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
+    def _transformed(self, frame: FrameType, name: str, layer: Callable[[], Any]) -> Any:
+        """Call a layer inside a function transform, and mark the running container as indivisible.
+
+        Raises GraphError if the container is the model.
+        """
+        container = self._shells.running()
+        if not container:
+            raise self._transforms.refused_layer(frame, name)
+        self._capture.indivisible.add(container)
+        self._inside = True
+        try:
+            return layer()
+        finally:
+            self._inside = False
+
+    def _new(
+        self,
+        layer: str,
+        function: str,
+        taken: list[Tensor],
+        changed: list[int],
+        result: Any,
+        *,
+        transform: bool = False,
+    ) -> tuple[Any, Call]:
         """Record a call. Return the result and the Call.
 
         If the result contains an argument that the call did not change, a view replaces this tensor in the result. The
         argument and the result then have different ids.
         """
+        adopts = self._transforms.adopted(taken)
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0
-        if layer or uses:
+        if layer or uses or transform:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
         call = Call(
             index=len(self._capture.calls),
@@ -331,6 +380,8 @@ class _Recorder(TorchFunctionMode):
             gives=0,
             pattern=Pattern(result),
             loose=uses,
+            transform=transform,
+            adopts=adopts,
         )
         for tensor in taken:
             if id(tensor) not in self._value:
@@ -372,6 +423,7 @@ class _Recorder(TorchFunctionMode):
         call.gives = len(given)
         for place, tensor in enumerate(given):
             self._value[id(tensor)] = value = call.index, place
+            self._capture.values[value] = apart(tensor)
             self._capture.nbytes[value] = tensor.nbytes
             self._memory.setdefault(memory_at(tensor), {})[value] = id(tensor)
         self._alive += given

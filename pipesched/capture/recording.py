@@ -26,6 +26,7 @@ __all__ = ["Recording", "recorded"]
 
 _Attributes = Mapping[tuple[nn.Module, str], Any]
 _NOTHING: Any = object()
+_FIRST_NESTED = iter([True])
 _OF_ALL_MODULES = vars(nn.Module()).keys()
 
 
@@ -84,6 +85,8 @@ def recorded(
         return seen(found, made) if again else capture
 
     first = seen({})
+    if any(isinstance(one, Tensor) and one.is_nested for one in first.values.values()) and next(_FIRST_NESTED, False):
+        first = seen({})  # in the first forward of the process, torch makes objects that later forwards use
     if not first.changed:
         return Recording(capture=first, written=tuple(written))
     try:

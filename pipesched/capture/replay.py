@@ -5,14 +5,16 @@ call is the value received from the other stage if this stage uses that value, e
 code after the stage's last call, and raises GraphError if the code makes different calls than in the capture.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipesched.capture import replay_errors
 from pipesched.capture.capture import INPUT, Call, Capture, Value
 from pipesched.capture.stage_body import CallLayer
 from pipesched.capture.stage_parts import Part
@@ -21,12 +23,14 @@ from pipesched.model.containers import Shells
 from pipesched.model.module_tree import recorders_of
 from pipesched.model.tied_weights import Place, with_stand_ins
 from pipesched.tensors.added_losses import added_loss
+from pipesched.tensors.function_transforms import running_transform, tensors_of, title
 from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.meta_tensors import look_of, without_values
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import name_of
 from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, tensors_in
 
-__all__ = ["Look", "Looks", "Replay", "StandIns"]
+__all__ = ["Look", "Looks", "Replay", "Run", "StandIns"]
 
 #: For each call, the tensors that replace the parameters of this call.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
@@ -75,11 +79,11 @@ class Replay:
         model: the user's module.
         layers: layer name -> layer.
         capture: the record of the forward.
-        part: the calls that the stage runs.
+        parts: the calls that each stage runs.
+        stage: the number of this stage. The last stage runs the code to its end, and returns the model's output.
         device: the stage's device.
         tied: for each call, the leaf tensors that replace the weights shared by several calls.
         called: layer name -> the module that this stage calls for the layer.
-        last: whether this is the last stage, which runs the code to its end and returns the model's output.
 
     """
 
@@ -88,26 +92,30 @@ class Replay:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         capture: Capture,
-        part: Part,
+        parts: Sequence[Part],
+        stage: int,
         device: torch.device,
         tied: StandIns,
         called: Mapping[str, nn.Module],
-        *,
-        last: bool,
     ) -> None:
+        last = stage == len(parts) - 1
+        part = parts[stage]
         self.capture = capture
+        self.parts = parts
+        self.stage = stage
         self.part = part
         self.device = device
         self.called = called
         self.tied = {place: stand_ins for place, stand_ins in tied.items() if stand_ins}
         self.end = len(capture.calls) if last else part.end
         self.roots = capture.roots
+        self.transforms = [call for call in capture.calls if call.transform]
         self.draws = capture.draws
         self.wanted = {value for values in part.gives.values() for value in values}
         self.shells = Shells(model, layers, self._layer, called)
         self.refresh = self.shells.refresh
         #: The run whose container code is executing; None while a layer runs.
-        self.running: _Run | None = None
+        self.running: Run | None = None
         self._positional = positional(model.forward)
 
     def run(
@@ -136,30 +144,41 @@ class Replay:
             model's output (None unless this is the last stage).
 
         """
-        run = _Run(self, received, looks, present, call, random)
-        args, kwargs = self._inputs(args, kwargs, run.given)
+        run = Run(self, received, looks, present, call, random)
+        output = self.run_code(run, args, kwargs)
+        return run.made, run.looks, run.ended(output)
+
+    def run_code(self, run: "Run", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the code of the containers. Return the model's output; None if the stage is not the last."""
+        args, kwargs = self._inputs(args, kwargs, run)
         if self.capture.changed:
             self.refresh()
         self.running = run
-        output = None
         try:
             with run:
-                output = self.shells.model(*args, **kwargs)
+                return self.shells.model(*args, **kwargs)
         except _Done:
-            pass
+            return None
+        except GraphError:
+            raise
+        except Exception as error:
+            if self.running is not None:  # not an error of a layer
+                replay_errors.note(self, run.stand_ins, error)
+            raise
         finally:
             self.running = None
-            if present:
+            if run.present or run.lent:
                 self.refresh()  # code such as `self.count += 1` has stored the buffer's replacement in the module
-        return run.made, run.looks, run.ended(output)
 
     def _inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Value, Any]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], run: "Run"
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the model's inputs, with received values in place of inputs that earlier stages changed."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         for place, (name, _) in enumerate(named_leaves(self._positional, args, kwargs)):
-            leaves[place] = given.get((INPUT, name), leaves[place])
+            leaf = leaves[place] = run.given.get((INPUT, name), leaves[place])
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                run.stand_ins[id(leaf)] = leaf, (INPUT, name)
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
         return made
 
@@ -168,7 +187,7 @@ class Replay:
         return layer(*args, **kwargs) if self.running is None else self.running.layer(name, layer, args, kwargs)
 
 
-class _Run(TorchFunctionMode):
+class Run(TorchFunctionMode):
     """The state of a replay for one micro-batch: the index of the next call, and the values known so far."""
 
     def __init__(
@@ -185,34 +204,41 @@ class _Run(TorchFunctionMode):
         self._calls = replay.capture.calls
         self._quiet = replay.capture.quiet
         self._runs = replay.part.runs
-        self._present = present
+        self.present = present
         self._call = call
         self._random = random
         self._position = 0
+        self._transform: FrameType | None = None  # the last function transform
+        self.lent: dict[Tensor, Tensor] = {}  # stand-in -> the weight that it replaces in the containers
         self._grad = torch.is_grad_enabled()
         self._code = ExitStack()
         self._code_parts = 0
         self._error: GraphError | None = None
-        self._blank: dict[int, Tensor] = {}  # tensors without a known shape; reading their shape is an error
+        #: id of a stand-in -> the stand-in, and the value of another stage for which it stands
+        self.stand_ins: dict[int, tuple[Tensor, Value]] = {}
+        self._blank: set[int] = set()  # ids of stand-ins without a known shape; reading their shape is an error
         self._instead: dict[int, Tensor] = {}
         self._aliases: list[Tensor] = []
         self.given: dict[Value, Any] = {replay.roots.get(value, value): tensor for value, tensor in received.items()}
         self.made = {value: one for value, one in received.items() if value in replay.wanted}
         self.looks = dict(looks)
+        self._lend()
 
     def ended(self, output: Any) -> Any:
         """Return the model's output. Raises GraphError if the code took a different path than in the capture."""
         if self._error is None and self._position < min(self._replay.end + 1, len(self._calls)):
-            self._lost("ends")
+            self.lost("ends")
         if self._error is not None:  # the model's code may have caught the error
             raise self._error
         if self._aliases:
             output = Pattern(output).build(self._instead.get(id(one), one) for one in tensors_in(output))
+        if self.stand_ins:
+            self.check_real(tensors_in(output), "the model returns")
         return output
 
     # ---- called by the containers' code --------------------------------------------------------------------------
 
-    def __enter__(self) -> "_Run":
+    def __enter__(self) -> "Run":
         """Enter this TorchFunctionMode for the next part of the code between layers."""
         if "" in self._replay.capture.outside:
             self._code.enter_context(self._random.outside("", self._code_parts))
@@ -228,11 +254,15 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_of(func)
         kwargs = kwargs or {}
+        if self._replay.transforms and (frame := running_transform()) is not None:
+            return self._transformed(frame, func, args, kwargs)
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
             return self._ask(name, func, args, kwargs)  # no_grad queries at its exit, possibly after the last call
+        if call is not None and call.adopts and call.function == name:
+            self._adopt(call, tensors_in((args, kwargs)))
         if self._next() is None or call is None or call.function != name:
-            raise self._lost(f"calls {name}")
+            raise self.lost(f"calls {name}")
         if call.index not in self._runs:
             return self._left_out(call, args, kwargs)
         if call.random:
@@ -242,7 +272,12 @@ class _Run(TorchFunctionMode):
             self._random.enter(self._random.key, "")
             kwargs = {**kwargs, "position": call.index}
             args = args[:2]
-        return self._ran(call, func(*args, **kwargs), args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.check_real(tensors_in((args, kwargs)), f"{call} takes", error)
+            raise
+        return self._ran(call, result, args, kwargs)
 
     def _next(self) -> Call | None:
         """Return the next call; None if the capture has no more. Raises _Done after the stage's last call."""
@@ -252,10 +287,17 @@ class _Run(TorchFunctionMode):
 
     def _ask(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == _DEVICE and args[0].is_meta:
-            return self._replay.device
+            return self.device_of(args[0])
         if any(id(tensor) in self._blank for tensor in tensors_in((args, kwargs))):
-            raise self._lost(f"queries {name}")  # the forward of the sample made no such query
-        return func(*args, **kwargs)
+            raise self.lost(f"queries {name}")  # the forward of the sample made no such query
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.check_real(tensors_in((args, kwargs)), f"{name} takes", error)
+            raise
+
+    def device_of(self, stand_in: Tensor) -> torch.device:
+        return self._replay.device
 
     def layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer outside this TorchFunctionMode, because functions inside a layer are not recorded."""
@@ -267,25 +309,89 @@ class _Run(TorchFunctionMode):
             self.__enter__()
             self._replay.running = self
 
+    def _transformed(self, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function inside a function transform. In a stage that skips the transform, it runs without values."""
+        if frame is not self._transform:
+            self._begin_transform(frame)
+        call = self._calls[self._position - 1]
+        if call.index in self._runs:
+            args, kwargs = self._own((args, kwargs), call)
+        else:
+            args, kwargs = pytree.tree_map_only(Tensor, _without_values, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _begin_transform(self, frame: FrameType) -> None:
+        call = self._calls[self._position] if self._position < len(self._calls) else None
+        fits = call is not None and call.transform and call.function == title(frame)
+        if call is not None and fits and call.adopts:
+            self._adopt(call, tensors_of(frame))
+        if self._next() is None or call is None or not fits:
+            raise self.lost(f"calls {title(frame)}")
+        given = self._stand_ins(call) if call.index in self._runs else {}
+        if not given.keys().isdisjoint(tensors_of(frame)):
+            self._error = replay_errors.other_weight(call)
+            raise self._error
+        self._transform = frame
+        self._position += 1
+        self._lend()
+
+    def _lend(self) -> None:
+        """Set the stand-ins for the weights of the next transform as attributes of the containers.
+
+        A transform hands its arguments to the inner function in wrappers, in which they cannot be replaced.
+        """
+        for call in self._replay.transforms:
+            if call.index >= self._position and call.index in self._runs:
+                lent = self._stand_ins(call)
+                self.lent.update((tensor, own) for own, tensor in lent.items() if own not in self.lent)
+                self._replay.shells.lend({own: tensor for own, tensor in lent.items() if own not in self.lent})
+                return
+
+    def _adopt(self, call: Call, tensors: Iterable[Tensor]) -> None:
+        """Take the results of a transform from a call's arguments, or replace them by the values received."""
+        taken = list(tensors)
+        for position, value in call.adopts.items():
+            if value[0] in self._runs:
+                if value in self._replay.wanted:
+                    self.made[value] = taken[position]
+            elif value in self.given:
+                self._instead[id(taken[position])] = self.given[value]
+                self._aliases.append(taken[position])
+
     def _call_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._replay.transforms and self._position < len(self._calls):
+            due = self._calls[self._position]
+            if due.adopts and due.layer == name:
+                self._adopt(due, tensors_in((args, kwargs)))
         call = self._next()
         if call is None or call.layer != name:
-            raise self._lost(f"calls layer {name}")
+            raise self.lost(f"calls layer {name}")
         if call.index not in self._runs:
             result = self._left_out(call, args, kwargs)
             for record in recorders_of(layer):
                 record(layer, args, result)
             return result
         args, kwargs = self._own((args, kwargs), call)
+        if self.stand_ins:
+            self.check_real((*args, *kwargs.values()), f"{call} takes")
         return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
         if self._instead:  # first, so that a buffer changed by an earlier stage is replaced by the received buffer
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
-        given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}
+        given = self._stand_ins(call)
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
         return taken
+
+    def _stand_ins(self, call: Call) -> dict[Tensor, Tensor]:
+        """Return the tensors that replace the weights that a call uses."""
+        if not call.uses:
+            return {}
+        given: dict[Any, Tensor] = {**self.present, **self._replay.tied.get(call.place, {})}
+        if self.lent:
+            given |= {lent: given[own] for lent, own in self.lent.items() if given.get(own, lent) is not lent}
+        return given
 
     def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
         self._position += 1
@@ -296,7 +402,8 @@ class _Run(TorchFunctionMode):
         if not isinstance(result, Tensor):
             pattern = Pattern(result)
             if not pattern.is_like(call.pattern):
-                raise self._other_form(call)
+                self._error = replay_errors.other_form(self._replay, call)
+                raise self._error
             if pattern.numbers != call.pattern.numbers:
                 self.looks[call.index, _NUMBERS] = pattern.numbers
         if call.changes:
@@ -307,13 +414,10 @@ class _Run(TorchFunctionMode):
             if value in self._replay.wanted:
                 self.made[value] = tensor
             if value in self._replay.capture.looked_at:
-                self.looks[value] = tensor.dtype, tuple(tensor.shape)
+                self.looks[value] = look_of(tensor)
             if tensor.is_meta:
-                self._error = GraphError(
-                    f"the arguments of a call must be inputs of the model or tensors that other calls returned; {call} "
-                    f"uses a different tensor, which has no values in this stage; create that tensor with torch "
-                    f"functions (not inside vmap or another library), or in a layer"
-                )
+                self.check_real(tensors_in((args, kwargs)), f"{call} takes")
+                self._error = replay_errors.without_values(call)
                 raise self._error
         return result
 
@@ -329,7 +433,11 @@ class _Run(TorchFunctionMode):
                 if call.arguments[position] is None:  # for example a buffer of the stage that runs the call
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
-        return call.pattern.build(iter(places), self.looks.get((call.index, _NUMBERS)))
+        try:
+            return call.pattern.build(iter(places), self.looks.get((call.index, _NUMBERS)))
+        except Exception as error:
+            self._error = replay_errors.cannot_be_made(self._replay, call, error)
+            raise self._error from error
 
     def _place(self, value: Value) -> Any:
         if value in self.given:
@@ -340,53 +448,28 @@ class _Run(TorchFunctionMode):
                 self._aliases.append(alias)
                 return alias
             return given
-        if value in self.looks:
-            dtype, shape = self.looks[value]
-            return torch.empty(shape, dtype=dtype, device="meta")
-        blank = torch.empty(0, device="meta")
-        self._blank[id(blank)] = blank
-        return blank
+        look = self.looks.get(value)
+        if look is None:
+            made = torch.empty(0, device="meta")
+            self._blank.add(id(made))
+        else:
+            made = without_values(*look)
+        self.stand_ins[id(made)] = made, value
+        return made
 
-    def _other_form(self, call: Call) -> GraphError:
-        self._error = GraphError(
-            f"a call must return values in the same structure as for the sample; {call} returned a different "
-            f"structure for this batch; {self._remedy()}"
-        )
+    def check_real(self, values: Iterable[Any], user: str, cause: Exception | None = None) -> None:
+        """Raise GraphError if one of the values is a stand-in for a value of another stage."""
+        for value in values:
+            if isinstance(value, Tensor) and id(value) in self.stand_ins:
+                _, of = self.stand_ins[id(value)]
+                self._error = replay_errors.other_value(self._replay, user, of)
+                raise self._error from cause
+
+    def lost(self, now: str) -> GraphError:
+        """Return the error of code that makes other calls than for the sample, and keep it."""
+        self._error = replay_errors.other_calls(self._replay, self._position, now)
         return self._error
 
-    def _lost(self, now: str) -> GraphError:
-        count = len(self._calls)
-        due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
-        read = _last_read_of_layers(self._calls[: self._position])
-        reason = "the model's code depends on the batch, or on an attribute that was set after the pipeline was built"
-        if read is not None:
-            reason = (
-                f"the model's code may depend on the value that {read[0]} reads, which depends on layer {read[1]!r} "
-                f"and so is not known before the step"
-            )
-        self._error = GraphError(
-            f"a forward must make the same calls as for the sample; after {self._position} of {count} calls to "
-            f"layers and torch functions, it {due} for the sample but {now} for this batch; at this point"
-            f"{self._replay.shells.line()}, {reason}; {self._remedy(same_sample=read is None)}"
-        )
-        return self._error
 
-    def _remedy(self, *, same_sample: bool = True) -> str:
-        container = self._replay.shells.running()
-        whole = f"treat module {container!r} as one layer with whole_layers=[{container!r}]" if container else ""
-        sample = "build the pipeline with a sample like this batch and the model in its current state"
-        layer = "move the code that makes these calls into a layer"
-        *others, last = [one for one in (whole, sample if same_sample else "", layer) if one]
-        return f"{', '.join(others)}, or {last}" if others else last
-
-
-def _last_read_of_layers(calls: Sequence[Call]) -> tuple[str, str] | None:
-    """Return the last function that read a value computed by layers, and one of these layers; None if there is none."""
-    layer_of: dict[int, str] = {}
-    read = None
-    for call in calls:
-        layer = call.layer or next((layer_of[index] for index, _ in reversed(call.takes) if index in layer_of), "")
-        if layer:
-            layer_of[call.index] = layer
-            read = (call.function, layer) if call.reads else read
-    return read
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to("meta")

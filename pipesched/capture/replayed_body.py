@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.capture import Value
 from pipesched.capture.paths import MOST_PATHS
+from pipesched.capture.rehearsal import rehearse
 from pipesched.capture.replay import Look, Looks, Replay
 from pipesched.capture.stage_body import CallLayer
 from pipesched.errors import GraphError
@@ -82,10 +83,10 @@ class ReplayedBody:
             if len(self._replays) >= 2 * MOST_PATHS:
                 del self._replays[next(key for key in self._replays if key[1])]
             captured = self._captured
-            part = captured.parts_on(self._cut, mode, path)[self._stage]
+            parts = captured.parts_on(self._cut, mode, path)
             capture = captured.capture_on(mode, path)
-            of_stage = self._device, self._tied, self.layers
-            replay = Replay(captured.model, captured.modules, capture, part, *of_stage, last=self._last)
+            of_stage = self._stage, self._device, self._tied, self.layers
+            replay = Replay(captured.model, captured.modules, capture, parts, *of_stage)
             self._replays[mode, path] = replay
         return replay
 
@@ -98,6 +99,14 @@ class ReplayedBody:
         other._tied = {}
         other._replays = {}
         return other
+
+    def rehearse(self) -> None:
+        """Run the code between layers on the sample. Raises GraphError if the code cannot run in this stage."""
+        rehearse(self._replay_of(self._model.training, 0), *self.inputs(self._captured.sample))
+
+    def forget(self) -> None:
+        """Forget the attributes that a rehearsal has set."""
+        self._replay_of(self._model.training, 0).shells.reset()
 
     def begin(self) -> None:
         """Select the capture of the model's current mode. Raises GraphError if this mode was not captured."""

@@ -79,7 +79,8 @@ def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[froze
     end = len(capture.calls) if last else max(own, default=INPUT) + 1
     before = [call for call in capture.calls[:end] if call.index in free]
     looked_at = {index for index, _ in capture.looked_at}  # the shapes of free calls' values are not sent
-    asked = [*own, *(call.index for call in before if call.reads or not call.takes or call.index in looked_at)]
+    seen = {call.index for call in before if call.reads or call.transform or call.index in looked_at}
+    asked = [*own, *(call.index for call in before if call.index in seen or not call.takes)]
     values = list(capture.output) if last else []
     while asked or values:
         if not values:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy as shallow
 from functools import partial
 from inspect import currentframe
-from os.path import basename
 from typing import Any
 
 import torch
@@ -158,6 +157,8 @@ class Shells(_Copies):
         self._called = called
         self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        #: (layer, its stand-in, the attributes that both had after the last call)
+        self._layers: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         self._copies: dict[int, nn.Module] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
@@ -180,6 +181,26 @@ class Shells(_Copies):
                 name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
             }
 
+    def reset(self) -> None:
+        """Give all copies the current attributes of the originals, and forget all other attributes."""
+        for own, copy in self._pairs:
+            children = copy._modules
+            copy.__dict__.clear()
+            copy.__dict__.update({**own.__dict__, "_modules": children})
+        for own, copy, seen in self._layers:
+            for attributes in (copy.__dict__, seen):
+                attributes.clear()
+                attributes.update(own.__dict__)
+        self.refresh()
+
+    def lend(self, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace weights and buffers in the copied containers until the next ``refresh``."""
+        for own, copy in self._pairs if stand_ins else ():
+            for table in ("_parameters", "_buffers"):
+                found = {name: stand_ins[one] for name, one in own.__dict__[table].items() if one in stand_ins}
+                if found:
+                    copy.__dict__[table] = {**copy.__dict__[table], **found}
+
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
         """Return the new values of the container attributes, including buffers, that the forward changed."""
         changed: dict[tuple[nn.Module, str], Any] = {}
@@ -192,25 +213,21 @@ class Shells(_Copies):
                     changed[own, name] = value
         return changed
 
-    def running(self) -> str:
-        """Return the name of the innermost container whose code is running; an empty string for the model."""
-        name, _ = self._innermost()
-        return name
+    def running(self, frame: types.FrameType | None = None) -> str:
+        """Return the name of the innermost container whose code is running; an empty string for the model.
 
-    def line(self) -> str:
-        """Return the line of the innermost container's code that is running, as " (file.py, line 3)"; or ""."""
-        _, frame = self._innermost()
-        return "" if frame is None else f" ({basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
+        Args:
+            frame: the frame of the running code. Default: the caller's frame.
 
-    def _innermost(self) -> tuple[str, types.FrameType | None]:
+        """
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
-        frame = currentframe()
+        frame = frame or currentframe()
         while frame is not None:
             name = names.get(id(frame.f_locals.get("self")))
             if name is not None:
-                return name, frame
+                return name
             frame = frame.f_back
-        return "", None
+        return ""
 
     def _copy(self, module: nn.Module) -> nn.Module:
         known = self._copies.get(id(module))
@@ -223,7 +240,9 @@ class Shells(_Copies):
             self._pairs.append((module, copy))
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
-            copy.__class__ = _handing_over(name, module, self._call, self._called)
+            seen = dict(module.__dict__)
+            copy.__class__ = _handing_over(name, module, self._call, self._called, seen)
+            self._layers.append((module, copy, seen))
         return copy
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
@@ -321,9 +340,10 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
-def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
+def _handing_over(
+    name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module], seen: dict[str, Any]
+) -> type[nn.Module]:
     """Return a subclass of the layer's class for a stand-in that looks like the layer and passes calls to ``call``."""
-    seen = dict(layer.__dict__)
 
     def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
         called = all_called.get(name)

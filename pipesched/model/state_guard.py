@@ -148,7 +148,14 @@ def has_attributes(value: Any) -> bool:
     if type(value) in _PLAIN:
         return False
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
-    return not inner and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "torch"
+    return not inner and _has_table(value) and type(value).__module__.partition(".")[0] != "torch"
+
+
+def _has_table(value: Any) -> bool:
+    try:
+        return type(vars(value)) is dict
+    except Exception:  # no __dict__, or the class's own __getattr__ raises
+        return False
 
 
 def _content(table: Any) -> Any:
@@ -385,5 +392,13 @@ def unchanged(value: Any) -> Any:
     leaves, spec = pytree.tree_flatten(value)
     plain = Tensor, int, float, str, bytes, type(None), nn.Module
     with _SharedTensors():
-        copies = [leaf if isinstance(leaf, plain) else copy.deepcopy(leaf) for leaf in leaves]
+        copies = [leaf if isinstance(leaf, plain) else _copied(leaf) for leaf in leaves]
     return pytree.tree_unflatten(copies, spec)
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy of an object. An object that cannot be copied, such as a lock, is returned itself."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # also an error of the class's own __getattr__
+        return value

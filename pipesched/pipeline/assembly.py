@@ -269,6 +269,7 @@ class Assembly:
         program = self.program
         tied = self.ties.parameters
         devices = [self._host.devices[program.placement[index]] for index in range(program.num_weights)]
+        spec.layered.check_sent(self.cut, threads=isinstance(self._host, ThreadRanks))
         bodies = spec.layered.bodies(self.cut, devices, self.ties)
         begin = time.perf_counter()
         spec.initial.fill(self._owners(bodies), self._host)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.tensors.payload import fields_of
 from pipesched.torch_checks import as_function, as_optimizer
 from pipesched.units import counted
 
@@ -68,7 +69,7 @@ def _in_words(value: Any) -> str:
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     if is_dataclass(value):
-        return ", ".join(f"{field.name}={_in_words(getattr(value, field.name))}" for field in fields(value))
+        return ", ".join(f"{name}={_in_words(own)}" for name, own in fields_of(value).items())
     kind: Any = type(value)
     return str(kind.__qualname__) if kind.__repr__ is object.__repr__ else repr(value)
 
@@ -117,7 +118,7 @@ def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -
     )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
-    spec.layered.check(programs.full.plain)
+    spec.layered.check(programs.full.plain, threads=isinstance(host, ThreadRanks))
     return programs
 
 

@@ -25,7 +25,7 @@ from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.function_mode import Handler, Intercept
-from pipesched.tensors.graph_edges import edge_of, enter
+from pipesched.tensors.graph_edges import check_layouts, edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
 from pipesched.tensors.payload import Payload, trainable_leaves
@@ -193,6 +193,7 @@ class TimingRun(nn.Module):
                 begin = clock.now()
                 output = layer(*args, **kwargs)
                 clock.note(subject, "forward_s", begin)
+                check_layouts(tensors_in(output), f"layer {subject.name!r}")
             if subject is self.subjects[-1]:
                 run.output = output  # other outputs are freed if no backward needs them
             leaves = [*trainable_leaves(output), *self._added.taken()]
@@ -296,7 +297,8 @@ class _Turn:
         self.subject = subject
         self._clock = clock
         self._device = leaves[0].device if leaves else None
-        self._forms = [torch.empty_like(leaf, device="meta") for leaf in leaves]
+        # the shape of a nested tensor is data, so a nested tensor on the meta device has no shape
+        self._forms = [leaf.detach() if leaf.is_nested else torch.empty_like(leaf, device="meta") for leaf in leaves]
         self.came: Any = None
         self._begin: Any = None
 

@@ -1,6 +1,6 @@
 """Graph edges: functions that start a stage's autograd graph and find the gradient edges of its outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["edge_of", "enter"]
+from pipesched.errors import GraphError
+
+__all__ = ["check_layouts", "edge_of", "enter"]
 
 
 class _Entry(torch.autograd.Function):
@@ -43,8 +45,22 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
     create a reference cycle through the graph, which the garbage collector cannot free.
     """
     detached = tuple([tensor.detach() for tensor in tensors])
-    entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
+    try:
+        entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        check_layouts(tensors, "a layer of an earlier stage", error)
+        raise
     return entered
+
+
+def check_layouts(tensors: Iterable[Tensor], maker: str, cause: Exception | None = None) -> None:
+    """Raise GraphError if torch cannot pass one of the tensors to a new graph. ``maker`` says what returned them."""
+    if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors):
+        raise GraphError(
+            f"layers may exchange nested tensors only in the layout torch.jagged; {maker} returns a nested tensor of "
+            f"layout torch.strided, which torch cannot pass to another graph; make it with layout=torch.jagged, or "
+            f"convert it with torch.nested.to_padded_tensor"
+        ) from cause
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:

@@ -4,7 +4,7 @@ Results computed only from the model's inputs have values, so code that reads ma
 computed with meta weights have no values.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,18 @@ from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_insides import base_of
 
-__all__ = ["Beside", "apart", "call_beside", "give_contents", "is_expanded", "lacks_contents", "put_on", "stand_in"]
+__all__ = [
+    "Beside",
+    "apart",
+    "call_beside",
+    "give_contents",
+    "is_expanded",
+    "lacks_contents",
+    "look_of",
+    "put_on",
+    "stand_in",
+    "without_values",
+]
 
 _META = torch.device("meta")
 _DEVICE = Tensor.device.__get__
@@ -81,6 +92,25 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
     if weight:
         return made.uniform_(0.01, 0.05, generator=generator)
     return made.copy_(torch.empty(made.shape[1:], dtype=made.dtype, device=device).normal_(generator=generator))
+
+
+def look_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
+    """Return the dtype and the shape of a tensor. The size of the jagged dimension of a nested tensor is None."""
+    if not tensor.is_nested:
+        return tensor.dtype, tuple(tensor.shape)
+    return tensor.dtype, tuple([size if type(size) is int else None for size in tensor.shape])
+
+
+def without_values(dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
+    """Return a tensor on the meta device with a dtype and a shape from ``look_of``."""
+    sizes = [0 if size is None else size for size in shape]
+    if None not in shape:
+        return torch.empty(sizes, dtype=dtype, device=_META)
+    rows, *others = sizes
+    values = torch.empty(others, dtype=dtype, device=_META)
+    offsets = torch.empty(rows + 1, dtype=torch.long, device=_META)
+    made: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=shape.index(None))
+    return made
 
 
 class Beside(TorchFunctionMode):

@@ -22,7 +22,9 @@ __all__ = [
     "Opened",
     "Payload",
     "PerConsumer",
+    "children_of",
     "choose_rows",
+    "fields_of",
     "flatten",
     "form_of",
     "gather",
@@ -31,6 +33,7 @@ __all__ = [
     "memory_of",
     "opened",
     "pytree",
+    "record_of",
     "row_dim",
     "rows_of",
     "split",
@@ -197,21 +200,21 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
 class Opened:
     """A pytree node for a dataclass instance whose class is not registered; unflattening returns such an instance."""
 
-    def __init__(self, values: Iterable[Any], kind: type) -> None:
-        self.values = list(values)
+    def __init__(self, fields: Mapping[str, Any], kind: type) -> None:
+        self.fields = fields
         self.kind = kind
 
     @staticmethod
-    def closed(values: Iterable[Any], kind: Any) -> Any:
-        """Return an instance of the dataclass with these field values, without running ``__init__``."""
-        made: Any = object.__new__(kind)
-        for item, value in zip(dataclasses.fields(kind), values, strict=True):
-            object.__setattr__(made, item.name, value)
-        return made
+    def closed(values: Iterable[Any], form: tuple[Any, tuple[str, ...]]) -> Any:
+        """Return an instance of the dataclass with these field values. ``form`` holds the class and the fields."""
+        kind, names = form
+        return record_of(kind, dict(zip(names, values, strict=True)))
 
 
 with suppress(TorchVersionError):  # code that flattens a value raises it
-    pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
+    pytree.register_pytree_node(
+        Opened, lambda one: (list(one.fields.values()), (one.kind, tuple(one.fields))), Opened.closed
+    )
 
 _NO_RECORDS = (
     Enum,
@@ -232,13 +235,38 @@ def is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 
+def children_of(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
+    """Return the parts of a spec."""
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has only the attribute
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the stored fields of a dataclass instance, without running the class's own ``__getattribute__``.
+
+    Fields that were never set are left out, as are fields that cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(record):
+        with suppress(Exception):  # a property, or a check of the class, may raise any error
+            found[item.name] = object.__getattribute__(record, item.name)
+    return found
+
+
+def record_of(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """Return an instance of a dataclass with these fields, without running ``__init__``."""
+    made: Any = object.__new__(kind)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 def opened(value: Any) -> Any:
     """Replace the dataclass instances in a value with pytree nodes."""
 
     def open_one(leaf: Any) -> Any:
         if not is_record(leaf):
             return leaf
-        return Opened([opened(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)], type(leaf))
+        return Opened({name: opened(own) for name, own in fields_of(leaf).items()}, type(leaf))
 
     return pytree.tree_map(open_one, value)
 

@@ -1,6 +1,7 @@
 """Torch functions: identifies functions that read values, change tensors in place, or compute gradients."""
 
 from collections.abc import Callable, Sequence
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = [
     "ASKS",
     "DIFFERENTIATES",
+    "MAKE_DUAL",
     "READS",
     "changed_in_place",
+    "is_dispatched",
     "is_shaped_by_contents",
     "memory_at",
     "name_of",
@@ -26,6 +29,22 @@ _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 #: Functions that compute gradients, which a forward may call.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+#: The function that begins forward-mode differentiation, which ``torch.func.jvp`` uses, too.
+MAKE_DUAL = "_make_dual"
+_OPERATOR = type(torch.ops.aten.add.Tensor)
+
+
+def is_dispatched(function: Callable[..., Any]) -> bool:
+    """Return whether a dispatch mode is calling this operator. The user's code called another function.
+
+    This happens inside functions that function modes do not see, such as ``torch.from_numpy``.
+    """
+    if not isinstance(function, _OPERATOR):
+        return False
+    frame = currentframe()
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def name_of(function: Callable[..., Any]) -> str:

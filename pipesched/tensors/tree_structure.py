@@ -1,6 +1,6 @@
 """Tree structure: the nested containers of a value, including users' dataclasses, and the tensors in them."""
 
-import dataclasses
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.tensors.payload import has_a_row_each, is_record, pytree
+from pipesched.tensors.payload import children_of, fields_of, has_a_row_each, is_record, pytree, record_of
 
 __all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
@@ -36,7 +36,23 @@ class Pattern:
         present = iter(self.numbers if numbers is None else numbers)
         kinds = _Place | _Number | _Record
         leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
-        return pytree.tree_unflatten(leaves, self._spec)
+        try:
+            return pytree.tree_unflatten(leaves, self._spec)
+        except Exception:  # a named tuple whose own __new__ rejects stand-ins, such as PackedSequence
+            return _unchecked(iter(leaves), self._spec)
+
+
+def _unchecked(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
+    """Unflatten like ``pytree.tree_unflatten``, but make named tuples without running their own ``__new__``."""
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_unchecked(leaves, child) for child in children_of(spec)]
+    if spec.type is namedtuple:
+        return spec.context._make(parts)
+    return pytree.tree_unflatten(parts, pytree.TreeSpec(spec.type, spec.context, [_LEAF] * len(parts)))
+
+
+_LEAF = pytree.tree_structure(0)
 
 
 class _Place:
@@ -61,10 +77,7 @@ class _Record:
     parts: Mapping[str, Pattern]
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
-        made: Any = object.__new__(self.kind)
-        for name, pattern in self.parts.items():
-            object.__setattr__(made, name, pattern.build(tensors, numbers))
-        return made
+        return record_of(self.kind, {name: part.build(tensors, numbers) for name, part in self.parts.items()})
 
 
 def _part(leaf: Any) -> Any:
@@ -73,8 +86,7 @@ def _part(leaf: Any) -> Any:
     if isinstance(leaf, _NUMBERS):
         return _Number()
     if is_record(leaf):
-        parts = {item.name: Pattern(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)}
-        return _Record(type(leaf), parts)
+        return _Record(type(leaf), {name: Pattern(own) for name, own in fields_of(leaf).items()})
     return leaf
 
 
@@ -96,8 +108,8 @@ def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
         if isinstance(leaf, kinds):
             yield leaf
         elif is_record(leaf):
-            for item in dataclasses.fields(leaf):
-                yield from _leaves_in(getattr(leaf, item.name), kinds)
+            for own in fields_of(leaf).values():
+                yield from _leaves_in(own, kinds)
 
 
 def positional(forward: Callable[..., Any]) -> list[str]:

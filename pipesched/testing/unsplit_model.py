@@ -15,6 +15,7 @@ from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.tree_structure import tensors_in
@@ -118,7 +119,7 @@ class Unsplit:
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a torch function. Count a call outside layers that uses parameters, and replace the parameters."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
-        if used:
+        if used and running_transform() is None:  # gradients from inside a transform go to the parameter itself
             number = self._counts[""] = self._counts.get("", -1) + 1
             others = self._stand_ins("", number, dict.fromkeys(used))
             args, kwargs = with_stand_ins((args, kwargs), others) if others else (args, kwargs)

@@ -361,15 +361,3 @@ def test_hooks_on_the_models_backward_are_an_error() -> None:
     model.register_full_backward_hook(lambda module, given, taken: None)
     with pytest.raises(GraphError, match="the model has 1 backward hook that would never run"):
         Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
-
-
-class Vmapped(Blocks):
-    """Functions of the model inside vmap, where they are not recorded."""
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        return torch.vmap(lambda row: row * row.sum())(x)
-
-
-def test_what_is_not_seen_is_an_error() -> None:
-    with pytest.raises((GraphError, RuntimeError)):
-        check(Vmapped, FLOATS)
