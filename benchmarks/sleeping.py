@@ -160,9 +160,12 @@ class WholePipeline:
     def __init__(self, name: str, num_ranks: int) -> None:
         m = 2 * num_ranks
         program = schedules.get(name).program(num_ranks, m)
+        model = nn.Sequential(
+            *(Sleeping() for _ in range(program.num_stages))
+        )  # before x: the peer's weights are equal
         self.x, self.y = torch.randn(m * ROWS, WIDTH), torch.randn(m * ROWS, WIDTH)
         self.pipe = Pipeline(
-            nn.Sequential(*(Sleeping() for _ in range(program.num_stages))),
+            model,
             self.x[:ROWS],
             loss_fn=functional.mse_loss,
             mesh=init_device_mesh("cpu", (num_ranks,)),

@@ -122,7 +122,8 @@ def simulated(pipe: Pipeline) -> float:
 def same_gradients(pipe: Pipeline, theirs: nn.Sequential) -> bool:
     """Return whether this rank's gradients in pipesched and in torch agree within rounding."""
     due = {name.replace(".block.", "."): p for name, p in theirs.named_parameters()}
-    return all(torch.allclose(p.grad, due[name].grad, atol=1e-5) for name, p in pipe.named_parameters())
+    pairs = [(p.grad, due[name].grad) for name, p in pipe.named_parameters()]
+    return all(bool((own - other).norm() <= 1e-4 * other.norm()) for own, other in pairs)  # gradients may be tiny
 
 
 def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> None:
