@@ -108,6 +108,8 @@ class Capture:
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     #: (container module, name of an attribute that the forward set) -> the attribute's new value.
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    #: Names of buffers that layers replaced or made.
+    replaced: list[str] = field(default_factory=list)
     #: The tensors of the model's output.
     results: list[Tensor] = field(default_factory=list)
     #: Call index -> attributes that other code set on the layer before this call.

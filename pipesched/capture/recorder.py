@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from operator import is_not
 from os.path import commonprefix
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
 from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
+from pipesched.model.tensor_places import TensorPlaces, makes_weights
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
@@ -50,6 +50,8 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._capture = Capture()
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._places = TensorPlaces(model)
+        self._layers = layers
         self._positional = positional(model.forward)
         self._shells = Shells(model, layers, self._layer, layers)
         self._value: dict[int, Value] = {}
@@ -68,6 +70,7 @@ class _Recorder(TorchFunctionMode):
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer
+        self._own: set[int] = set()  # ids of the running layer's own tensors
         self._hidden_from: int | None = None
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # parameter or buffer -> index of the first call that uses it
@@ -81,6 +84,8 @@ class _Recorder(TorchFunctionMode):
         with self:
             output = self._shells.model(*args, **kwargs)
         self._note_outside("")
+        for name, layer in self._layers.items():
+            self._places.before(name, layer, self._is_of_layer)
         for tensor in tensors_in(output):
             if id(tensor) not in self._value:
                 self._look_for(tensor)
@@ -89,6 +94,8 @@ class _Recorder(TorchFunctionMode):
         capture = self._capture
         capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         self._join()
+        for call in capture.calls:
+            call.uses = tuple(name for name in call.uses if name not in self._places.made)
         self._capture = Capture()
         self._regions.clear()
         self._alive.clear()  # frees the memory now, despite the reference cycles of the shells
@@ -196,6 +203,10 @@ class _Recorder(TorchFunctionMode):
             )
         self._capture.indivisible.add(container)
 
+    def _where(self) -> str:
+        container = self._shells.running()
+        return f"the code between layers of {container!r}" if container else "the code between layers"
+
     def _given(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether one of the tensors was returned by a call."""
         return any(self._value.get(id(tensor), (INPUT,))[0] != INPUT for tensor in tensors)
@@ -211,7 +222,7 @@ class _Recorder(TorchFunctionMode):
                 by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
                 if by_layer and id(tensor) not in self._arguments:  # the layer got the tensor through a shared object
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
-            else:
+            elif id(tensor) not in self._own:
                 self._look_for(tensor)
         result = func(*args, **kwargs)
         if any(True for _ in tensors_in(result)):
@@ -227,6 +238,11 @@ class _Recorder(TorchFunctionMode):
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
 
+    def _is_of_layer(self, tensor: Tensor) -> bool:
+        """Return whether a function inside an earlier layer call created this tensor."""
+        made, _ = self._within.get(id(tensor), (None, 0))
+        return made is not None and made() is tensor
+
     def _end_of_hidden(self, call: Call) -> None:
         if self._hidden_from is not None:
             call.join(self._hidden_from)
@@ -237,24 +253,28 @@ class _Recorder(TorchFunctionMode):
         if self._inside:
             return layer(*args, **kwargs)
         self._note_outside("")
+        own = self._places.before(name, layer, self._is_of_layer)
         self._inside = True
-        own = [self._names[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())]
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
-            before = [(one, one._version) for one in layer.buffers() if not one.is_inference()]
-            buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
+            held = [(key, one) for key, one in own.items() if not isinstance(one, nn.Parameter)]
+            before = [(key, one, one._version) for key, one in held if not one.is_inference()]
+            called = name in self._counts
+            buffers = [(one, one._version, one.clone()) for _, one in held if called]
             leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             values = tuple(self._value.get(id(leaf)) for leaf in leaves)
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._by_the_way.clear()
             self._reached.clear()
+            self._own = set(map(id, own.values()))
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
             result = call_beside(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
+            replaced = self._places.after(name, layer)
             counted = any(one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
-            counted |= bool(buffers) and any(map(is_not, layer.buffers(), (one for one, *_ in buffers)))
+            counted |= called and bool(replaced)
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
         except Exception as error:
@@ -268,8 +288,9 @@ class _Recorder(TorchFunctionMode):
             call.join(next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name))
         for used in own:
             self._first_use.setdefault(used, call.index)
-        written = (one for one, version in before if one._version != version)
-        self._named_writes += [(call, self._names[id(one)], {}) for one in written if id(one) in self._names]
+        written = [key for key, one, version in before if one._version != version]
+        self._named_writes += [(call, key, {}) for key in dict.fromkeys([*written, *replaced])]
+        self._capture.replaced += replaced
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         call.reached = tuple(sorted(self._reached.difference(call.uses)))
@@ -311,6 +332,8 @@ class _Recorder(TorchFunctionMode):
         call.outward = any(memory_at(taken[position]) in self._elsewhere for position in changed)
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
+                if isinstance(taken[position], nn.Parameter):
+                    raise makes_weights(self._where(), f"a weight of shape {tuple(taken[position].shape)}")
                 raise GraphError(
                     f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
                     f"{call} changes a tensor of shape {tuple(taken[position].shape)} that is none of these; register "

@@ -56,9 +56,9 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     return list(found.values())
 
 
-def reachable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module and of the modules that it refers to through attributes and containers."""
-    return [one for one in _held_by([module], functions=False) if isinstance(one, nn.Parameter)]
+def reachable_parameters(value: Any) -> list[nn.Parameter]:
+    """Return the parameters that a module or container holds or refers to through attributes and containers."""
+    return [one for one in _held_by([value], functions=False) if isinstance(one, nn.Parameter)]
 
 
 def is_of_user(kind: type) -> bool:
