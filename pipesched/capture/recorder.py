@@ -1,7 +1,7 @@
 """Recorder: runs a model's forward once on a sample, and records the calls of layers and functions in a Capture."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from os.path import commonprefix
 from types import FrameType
@@ -38,19 +38,27 @@ __all__ = ["record"]
 
 
 def record(
-    model: nn.Module, layers: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    made: Collection[str] = (),
 ) -> Capture:
-    """Run the model's forward once, in the caller's grad mode, and record its calls."""
+    """Run the model's forward once, in the caller's grad mode, and record its calls.
+
+    ``made`` holds names of buffers that an earlier forward has made. Calls that use such a buffer do not name it.
+    """
     with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
-        return _Recorder(model, layers).run(tuple(args), dict(kwargs))
+        return _Recorder(model, layers, made).run(tuple(args), dict(kwargs))
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], made: Collection[str]) -> None:
         super().__init__()
         self._capture = Capture()
-        self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        self._places = TensorPlaces(model)
+        self._places = TensorPlaces(model, made)
+        self._names = self._places.names
         self._layers = layers
         self._positional = positional(model.forward)
         self._shells = Shells(model, layers, self._layer, layers)
@@ -337,7 +345,7 @@ class _Recorder(TorchFunctionMode):
                 raise GraphError(
                     f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
                     f"{call} changes a tensor of shape {tuple(taken[position].shape)} that is none of these; register "
-                    f"the tensor as a buffer"
+                    f"the tensor as a buffer in __init__"
                 )
         self._end_of_hidden(call)
         for name in uses:

@@ -17,11 +17,14 @@ from inspect import currentframe
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipesched.errors import GraphError
+from pipesched.model.attributes import Attributes, attribute, set_attributes
 from pipesched.model.module_tree import hooks_of, is_compiled
+from pipesched.model.state_guard import same_bits
 
-__all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
+__all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small"]
 
 _LARGEST = 4  # a module with more than 1/4 of the parameters is split into smaller layers if possible
 
@@ -178,7 +181,7 @@ class Shells(_Copies):
                 name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
             }
 
-    def changed(self) -> dict[tuple[nn.Module, str], Any]:
+    def changed(self) -> Attributes:
         """Return the new values of the container attributes, including buffers, that the forward changed."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
@@ -186,8 +189,8 @@ class Shells(_Copies):
             contents = self._contents[id(copy)]
             for name, value in (*copy.__dict__.items(), *copy._buffers.items()):
                 filled = name in contents and not _alike(contents[name], list(value))
-                if value is not before.get(name, self) or filled:
-                    changed[own, name] = value
+                if name not in _OF_BUFFERS and (value is not before.get(name, self) or filled):
+                    changed[own, name] = attribute(copy, name)
         return changed
 
     def running(self) -> str:
@@ -220,12 +223,6 @@ class Shells(_Copies):
             yield name, None if child is None else self._copy(child)
 
 
-def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
-    """Set attributes of modules, including buffers."""
-    for (module, name), value in values.items():
-        setattr(module, name, value)
-
-
 class Twin(_Copies):
     """A copy of a layer with the same tensors, so that two threads can replace the tensors independently."""
 
@@ -233,13 +230,36 @@ class Twin(_Copies):
         super().__init__(layer)
         self._copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._before: dict[int, dict[str, Tensor | None]] = {}
         self.layer = self._copy(layer)
         self.refresh()
+
+    def hand_back(self) -> None:
+        """Put the buffers that the twin has replaced or made into the original layer.
+
+        Raises GraphError if another twin has put a buffer with other values there.
+        """
+        for own, copy in self._pairs:
+            before = self._before[id(copy)]
+            for name, tensor in copy._buffers.items():
+                if tensor is before.get(name):
+                    continue
+                there = own._buffers.get(name)
+                if there is not before.get(name) and not _agree(there, tensor):
+                    raise GraphError(
+                        f"a layer that several stages call must not keep state from one call to the next; two stages "
+                        f"have replaced the buffer {name!r} of {type(own).__name__} by different values; build the "
+                        f"pipeline with a sample for which the forward replaces the buffer, or give each call a layer "
+                        f"of its own"
+                    )
+                set_attributes({(own, name): attribute(copy, name)})
+                before[name] = tensor
 
     def refresh(self) -> None:
         """Copy the current tensors, modes and flags of the original layer to the twin."""
         self._translated.clear()
         for own, copy in self._pairs:
+            self._before[id(copy)] = dict(own._buffers)
             _follow(own, copy, ("_modules", "_parameters", "_buffers"))
             for name, value in own.__dict__.items():
                 if isinstance(value, _REFERRING) and name not in ("_modules", "_parameters", "_buffers"):
@@ -256,6 +276,11 @@ class Twin(_Copies):
             copy.__dict__["_modules"] = {name: None if child is None else self._copy(child) for name, child in children}
             self._pairs.append((module, copy))
         return self._copies[id(module)]
+
+
+def _agree(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two buffers hold the same bits, or differ in size, as tables that grow with the batch do."""
+    return one is None or other is None or one.shape != other.shape or same_bits(one, other)
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
@@ -288,6 +313,7 @@ def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapp
 
 
 _GROWING = list, dict, set, deque
+_OF_BUFFERS = "_buffers", "_non_persistent_buffers_set"  # the tables of a module's buffers
 _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.partial
 
 

@@ -4,29 +4,38 @@ A place is a module and the name of a parameter or buffer in this module. A laye
 buffers. A forward must not change places of parameters, because each parameter belongs to a stage from the start.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
 
 from torch import Tensor, nn
 
 from pipesched.errors import GraphError
+from pipesched.model.attributes import Attributes
 from pipesched.model.state_guard import reachable_parameters
 
-__all__ = ["TensorPlaces", "check_keeps_weights", "makes_weights"]
+__all__ = ["TensorPlaces", "changes_made_buffer", "check_keeps_weights", "check_made_buffers", "makes_weights"]
 
 _Place = tuple[int, str]
+_TABLES = "_parameters", "_modules"
 
 
 class TensorPlaces:
-    """The tensors of a model by place, kept up to date while layers run one after another."""
+    """The tensors of a model by place, kept up to date while layers run one after another.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the user's module.
+        made: names of buffers that an earlier forward has made. Default: none.
+
+    """
+
+    def __init__(self, model: nn.Module, made: Collection[str] = ()) -> None:
         first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._modules = list(model.modules())  # keeps modules alive so that no id is reused
         self._now = {place: tensor for module in self._modules for place, tensor in _places(module)}
         self._names = {place: first[id(tensor)] for place, tensor in self._now.items()}
-        #: Names of the buffers that layers have made.
-        self.made: set[str] = set()
+        #: Names of the buffers that layers have made, in this forward or in an earlier one.
+        self.made = set(made)
+        #: id of a tensor of the model -> its name. Buffers that layers have made are left out.
+        self.names = {tensor: name for tensor, name in first.items() if name not in self.made}
 
     def before(self, name: str, layer: nn.Module, is_of_layer: Callable[[Tensor], bool]) -> dict[str, Tensor]:
         """Return the layer's tensors before a call of the layer, keyed by name.
@@ -95,19 +104,39 @@ def makes_weights(who: str, what: str) -> GraphError:
     )
 
 
-def check_keeps_weights(model: nn.Module, found: Mapping[tuple[nn.Module, str], Any]) -> None:
+def check_keeps_weights(model: nn.Module, found: Attributes) -> None:
     """Raise GraphError if attributes that the code between layers has set hold parameters that the model has not."""
     own = set(map(id, model.parameters()))
+    names = {module: name for name, module in model.named_modules()}
     for (module, name), value in found.items():
-        if any(id(parameter) not in own for parameter in reachable_parameters(value)):
-            holder = next((key for key, one in model.named_modules() if one is module), "")
-            raise makes_weights("the code between layers", repr(_joined(holder, name)))
+        for key, one in value.items() if name in _TABLES else [(name, value)]:
+            if any(id(parameter) not in own for parameter in reachable_parameters(one)):
+                raise makes_weights("the code between layers", repr(_joined(names.get(module, ""), key)))
+
+
+def check_made_buffers(model: nn.Module, made: Collection[str], forward: Callable[[], None]) -> None:
+    """Run a forward. Raise GraphError if it changes a buffer in ``made``, which an earlier forward has made."""
+    before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers() if name in made}
+    forward()
+    for name, buffer in model.named_buffers():
+        made_before, version = before.get(name, (buffer, buffer._version))
+        if buffer is not made_before or buffer._version != version:
+            raise changes_made_buffer(name)
+
+
+def changes_made_buffer(name: str) -> GraphError:
+    """Return the error for a buffer that the first forward makes and the next forward changes."""
+    return GraphError(
+        f"a buffer that forwards change must exist when the pipeline is built; the first forward makes the buffer "
+        f"{name!r}, and the next forward changes it; register the buffer in __init__, or call model(sample) once "
+        f"before you build the pipeline"
+    )
 
 
 def _replaced(layer: str, name: str) -> GraphError:
     return GraphError(
-        f"code between layers must not replace the weights and buffers of a layer, because the stages run at the same "
-        f"time; when layer {layer!r} is called, {name!r} is another tensor than the layer's own, as inside "
-        f"torch.func.functional_call; move this code and the layer into a module of their own, whose forward calls "
-        f"torch.func.functional_call, so that they run as one layer"
+        f"code between layers must not replace the weights and buffers of a layer, because all stages run this code at "
+        f"the same time; {name!r} of layer {layer!r} is not the layer's own tensor any more, as while "
+        f"torch.func.functional_call runs; move this code and the layer into a module of their own, which calls "
+        f"torch.func.functional_call or assigns the tensor in its forward, so that they run as one layer"
     )
