@@ -291,6 +291,20 @@ def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
+def _leaves_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the flag ``requires_grad`` and the gradient of leaf tensors after the ``with`` block."""
+    leaves = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        for leaf, required, grad in leaves:
+            if leaf.is_leaf and leaf.requires_grad != required:
+                leaf.requires_grad = required
+            if leaf.grad is not grad:
+                leaf.grad = grad
+
+
+@contextmanager
 def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
     modes = [(one, one.training) for one in held if isinstance(one, nn.Module)]
     try:
@@ -305,7 +319,7 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
-    """Set the model's mode. After the ``with`` block, restore attributes, modes, weights, buffers and random state.
+    """Set the model's mode. After the ``with`` block, restore its attributes, modes, tensors and random state.
 
     Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
     copied beforehand. A weight is copied only when this thread writes to it.
@@ -320,6 +334,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
     ]
     with (
         _modes_kept(held),
+        _leaves_kept(tensors),
         torch.random.fork_rng(),
         outside_kept(),
         _bits_kept(copied={id(buffer): buffer for *_, buffer in places}.values(), watched=tensors) as written,

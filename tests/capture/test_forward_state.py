@@ -1,4 +1,4 @@
-"""State that a forward makes or exchanges: buffers, tables, weights and modules. It trains as in a loop, or is refused."""
+"""State that a forward makes or exchanges, such as buffers and weights: it trains as in a loop, or is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -184,6 +184,33 @@ def test_the_first_batch_fills_the_table_and_not_the_sample() -> None:
     with Pipeline(own, FLOATS[:2] * 3 + 1, devices=["cpu"] * 3, schedule="1f1b", **options) as pipe:
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), reference_step(plain, FLOATS, target=FLOATS, **options))
         assert torch.equal(own.blocks[1].table, plain.blocks[1].table)
+
+
+class FillsOnce(Table):
+    """A plain flag tells whether its buffer is filled, and a plain list counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(8))
+        self.filled, self.seen, self.largest = False, [0], 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.filled:
+            self.table, self.filled = x.detach().std(0), True
+        self.seen.append(len(x))
+        self.largest = max(self.largest, float(x.detach().max()))
+        return self.linear(x) * self.table * (1 + 0.1 * len(self.seen)) / (1 + self.largest)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_attributes_of_layers_also_where_stages_run_again(how: str) -> None:
+    check(lambda: InBlocks(FillsOnce), FLOATS, steps=3, **HOW[how])
+    check(lambda: nn.Sequential(*(FillsOnce() for _ in range(4))), FLOATS, steps=3, **HOW[how])
+
+
+def test_attributes_of_layers_also_where_layers_run_again() -> None:
+    again: dict[str, Any] = {"blocks.0": "recompute", "blocks.2": "recompute-cheap", "blocks.3": "offload"}
+    check(lambda: InBlocks(FillsOnce), FLOATS, steps=3, boundaries=["blocks.2"], stages=2, checkpoint=again)
 
 
 class Grows(nn.Module):
