@@ -160,6 +160,9 @@ class Shells(_Copies):
         self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, nn.Module] = {}
+        #: id of a stand-in -> the layer's name, the layer, and the attributes that both had after the last call
+        self._layers: dict[int, tuple[str, nn.Module, dict[str, Any]]] = {}
+        self._classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
         self.model = self._copy(model)
@@ -215,8 +218,39 @@ class Shells(_Copies):
             self._pairs.append((module, copy))
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
-            copy.__class__ = _handing_over(name, module, self._call, self._called)
+            self._layers[id(copy)] = name, module, dict(module.__dict__)
+            copy.__class__ = self._stand_in_class(module)
         return copy
+
+    def _stand_in_class(self, layer: nn.Module) -> type[nn.Module]:
+        """Return a subclass of the layer's class. Layers of the same class get stand-ins of the same class."""
+        kind = type(layer)
+        has_forward = not (hooks_of(layer) or isinstance(layer, torch.jit.ScriptModule))
+        if (kind, has_forward) not in self._classes:
+
+            def hand_over(stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return self._hand_over(stand_in, args, kwargs)
+
+            names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
+            if has_forward:
+                names["forward"] = functools.wraps(kind.forward)(hand_over)
+            self._classes[kind, has_forward] = type(kind.__name__, (kind,), names)
+        return self._classes[kind, has_forward]
+
+    def _hand_over(self, stand_in: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the call of a stand-in to ``call``."""
+        name, layer, seen = self._layers[id(stand_in)]
+        called = self._called.get(name)
+        if called is None:
+            return self._call(name, layer, args, kwargs)
+        for key, value in stand_in.__dict__.items():
+            if value is not seen.get(key):
+                setattr(called, key, value)
+        try:
+            return self._call(name, layer, args, kwargs)
+        finally:
+            stand_in.__dict__.update(called.__dict__)
+            seen.update(called.__dict__)
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
         for name, child in module._modules.items():
@@ -286,30 +320,6 @@ def _agree(one: Tensor | None, other: Tensor | None) -> bool:
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
     """Copy the attributes of the module ``own`` to the module ``copy``, except the attributes in ``kept``."""
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
-
-
-def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the layer's class for a stand-in that looks like the layer and passes calls to ``call``."""
-    seen = dict(layer.__dict__)
-
-    def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        called = all_called.get(name)
-        if called is None:
-            return call(name, layer, args, kwargs)
-        for key, value in shell.__dict__.items():
-            if value is not seen.get(key):
-                setattr(called, key, value)
-        try:
-            return call(name, layer, args, kwargs)
-        finally:
-            shell.__dict__.update(called.__dict__)
-            seen.update(called.__dict__)
-
-    kind = type(layer)
-    names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
-    if not (hooks_of(layer) or isinstance(layer, torch.jit.ScriptModule)):
-        names["forward"] = functools.wraps(kind.forward)(hand_over)
-    return type(kind.__name__, (kind,), names)
 
 
 _GROWING = list, dict, set, deque
