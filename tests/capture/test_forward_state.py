@@ -106,6 +106,25 @@ def test_all_calls_of_a_layer_that_replaces_its_buffer_are_in_one_stage() -> Non
         assert not any(name.startswith("piece") for name in second)
 
 
+class Later(Range):
+    """Begins to replace its buffer after the pipeline is made."""
+
+    on = False
+
+    def put(self, value: Tensor) -> None:
+        if self.on:
+            self.high = value
+
+
+def test_calls_in_two_stages_that_begin_to_replace_a_buffer_are_refused() -> None:
+    model = Calls(Later(), 0, 5)
+    with pipeline(model, boundaries=["layers.2"]) as pipe:
+        pipe.step(FLOATS, target=FLOATS)
+        model.piece.on = True
+        with pytest.raises(GraphError, match="replaced the buffer 'high' of Later by different values"):
+            pipe.step(FLOATS, target=FLOATS)
+
+
 class Table(nn.Module):
     """Makes a table in the first forward; ``hold`` stores it."""
 
