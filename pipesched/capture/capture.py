@@ -11,8 +11,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from pipesched.model.attributes import Attributes
 from pipesched.model.class_state import ClassAttribute
 from pipesched.model.tied_weights import Place
 from pipesched.tensors.tree_structure import Pattern
@@ -116,7 +117,9 @@ class Capture:
     #: Pairs of calls. The second call uses a tensor that the first call created but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     #: (container module, name of an attribute that the forward set) -> the attribute's new value.
-    changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    changed: Attributes = field(default_factory=dict)
+    #: Names of buffers that layers replaced or made.
+    replaced: list[str] = field(default_factory=list)
     #: The tensors of the model's output.
     results: list[Tensor] = field(default_factory=list)
     #: Call index -> attributes that other code set on the layer before this call.

@@ -21,7 +21,7 @@ from pipesched.capture.stage_parts import Part, cut_at
 from pipesched.capture.whole_layers import opened
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.class_state import check_class_state
-from pipesched.model.module_tree import installs_recorders
+from pipesched.model.module_tree import installs_recorders, layers_that_share
 from pipesched.model.state_guard import attributes_kept
 from pipesched.model.tied_weights import Ties, Use
 from pipesched.partitioning.result import StageLayers
@@ -94,6 +94,8 @@ class CapturedModel:
             for position, (name, call) in enumerate(self.calls.items())
             if position == 0 or all(_may_begin(capture, name) for capture in self.captures.values())
         }
+        #: Layer -> the layers that hold one of its modules, for layers that are not the only holder.
+        self.sharing = layers_that_share(self.modules)
         self.parts = lru_cache(maxsize=1)(self._parts)
         self.parts_on = lru_cache(maxsize=MOST_PATHS)(self._parts_on)
         self.paths = {

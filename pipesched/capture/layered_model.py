@@ -24,6 +24,7 @@ from pipesched.model.class_state import ClassAttribute, changed_classes, check_c
 from pipesched.model.module_tree import check_hooks, check_initialised, is_in_a_row, layers_of
 from pipesched.model.stale_weights import check_not_stale
 from pipesched.model.state_guard import is_of_user, names_of, unchanged, untouched
+from pipesched.model.tensor_places import TensorPlaces, check_made_buffers
 from pipesched.model.tied_weights import Ties, Use
 from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
@@ -250,19 +251,22 @@ class LayersInARow:
         self._model = model
         self.sample = sample
         if any(is_of_user(type(module)) for module in model.modules()):
-            self._check_class_state()
+            self._check_state()
 
-    def _check_class_state(self) -> None:
-        """Raise GraphError if several layers share state through their class."""
+    def _check_state(self) -> None:
+        """Raise GraphError if layers share state through their class, make weights, or make buffers that change."""
+        places = TensorPlaces(self._model)
 
         def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for _ in self._each(args, kwargs):
-                pass
+            for name, _ in self._each(args, kwargs):
+                places.after(name, self.layers[name])
 
         changed: Sequence[ClassAttribute] = ()
         with untouched(self._model, True), torch.no_grad(), suppress(LayerError):
             before = class_state(self._model)
             forward(*self.sample)
+            if places.made:
+                check_made_buffers(self._model, places.made, partial(forward, *self.sample))
             _, changed = changed_classes(self._model, before, self.sample, forward)
         check_class_state(self._model, changed, self.layers, list(self.layers))
 

@@ -84,6 +84,7 @@ class Paths:
         self._random = KeyedRandom(torch.device("cpu"))
         self._forms = LayerForms.of(recording.capture)
         self._twin: MetaTwin | None = None
+        self._buffers = {name for name, _ in model.named_buffers()}
         #: path -> capture. Numbers are never used again.
         self.captures: dict[int, Capture] = {0: recording.capture}
         self._number_of: dict[Any, int] = {recording.capture.way: 0}
@@ -205,10 +206,11 @@ class Paths:
             self._twin.refresh()
         twin = self._twin
         layers = {name: twin.of(layer) for name, layer in self._layers.items()}
+        made = {name for name, _ in twin.layer.named_buffers()} - self._buffers
         scout = Scout(draws, self._forms, self.captures)
         try:
             with torch.enable_grad() if self._mode else torch.no_grad():
-                capture = record(twin.layer, layers, args, kwargs, scout)
+                capture = record(twin.layer, layers, args, kwargs, made=made, scout=scout)
         except (GraphError, UnknownValueError):
             return None
         capture.outside = self._recording.capture.outside - {""} | ({""} if draws.drew_outside else set())

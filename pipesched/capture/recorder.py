@@ -1,10 +1,9 @@
 """Recorder: runs a model's forward once on a sample, and records the calls of layers and functions in a Capture."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import is_not
 from os.path import commonprefix
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ from pipesched.capture.transforms import Transforms
 from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
+from pipesched.model.tensor_places import TensorPlaces, makes_weights
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.backward_regions import Region, RegionFinder
 from pipesched.tensors.function_transforms import running_transform
@@ -47,22 +47,29 @@ def record(
     layers: Mapping[str, nn.Module],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
+    made: Collection[str] = (),
     scout: Scout | None = None,
 ) -> Capture:
     """Run the model's forward once, in the caller's grad mode, and record its calls.
 
+    ``made`` holds names of buffers that an earlier forward has made. Calls that use such a buffer do not name it.
     With ``scout``, the code between layers runs without the layers, and draws the random numbers of a step.
     """
     with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
-        return _Recorder(model, layers, scout).run(tuple(args), dict(kwargs))
+        return _Recorder(model, layers, made, scout).run(tuple(args), dict(kwargs))
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], scout: Scout | None) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], made: Collection[str], scout: Scout | None
+    ) -> None:
         super().__init__()
         self._scout = scout
         self._capture = Capture()
-        self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._places = TensorPlaces(model, made)
+        self._names = self._places.names
+        self._layers = layers
         self._positional = positional(model.forward)
         self._shells = Shells(model, layers, self._layer, layers)
         self._value: dict[int, Value] = {}
@@ -82,6 +89,7 @@ class _Recorder(TorchFunctionMode):
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer
+        self._own: set[int] = set()  # ids of the running layer's own tensors
         self._hidden_from: int | None = None
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # parameter or buffer -> index of the first call that uses it
@@ -97,6 +105,8 @@ class _Recorder(TorchFunctionMode):
         with self, nullcontext() if self._scout is None else self._scout.code:
             output = self._shells.model(*args, **kwargs)
         self._note_outside("")
+        for name, layer in self._layers.items():
+            self._places.before(name, layer, self._is_of_layer)
         for tensor in tensors_in(output):
             if id(tensor) not in self._value:
                 self._look_for(tensor)
@@ -105,6 +115,8 @@ class _Recorder(TorchFunctionMode):
         capture = self._capture
         capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         self._join()
+        for call in capture.calls:
+            call.uses = tuple(name for name in call.uses if name not in self._places.made)
         self._capture = Capture()
         self._regions.clear()
         self._alive.clear()  # frees the memory now, despite the reference cycles of the shells
@@ -239,6 +251,10 @@ class _Recorder(TorchFunctionMode):
             )
         self._capture.indivisible.add(container)
 
+    def _where(self) -> str:
+        container = self._shells.running()
+        return f"the code between layers of {container!r}" if container else "the code between layers"
+
     def _given(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether one of the tensors was returned by a call."""
         return any(self._value.get(id(tensor), (INPUT,))[0] != INPUT for tensor in tensors)
@@ -254,7 +270,7 @@ class _Recorder(TorchFunctionMode):
                 by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
                 if by_layer and id(tensor) not in self._arguments:  # the layer got the tensor through a shared object
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
-            else:
+            elif id(tensor) not in self._own:
                 self._look_for(tensor)
         result = func(*args, **kwargs)
         if any(True for _ in tensors_in(result)):
@@ -272,6 +288,11 @@ class _Recorder(TorchFunctionMode):
         elif made is None:
             self._transforms.see(tensor)
 
+    def _is_of_layer(self, tensor: Tensor) -> bool:
+        """Return whether a function inside an earlier layer call created this tensor."""
+        made, _ = self._within.get(id(tensor), (None, 0))
+        return made is not None and made() is tensor
+
     def _end_of_hidden(self, call: Call) -> None:
         self._transforms.link(call)
         if self._hidden_from is not None:
@@ -287,26 +308,30 @@ class _Recorder(TorchFunctionMode):
         self._note_outside("")
         self._transforms.name(list(tensors_in((args, kwargs))))
         self._running = name
+        own = self._places.before(name, layer, self._is_of_layer)
         self._inside = True
-        own = [self._names[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())]
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
-            before = [(one, one._version) for one in layer.buffers() if not one.is_inference()]
-            buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
+            held = [(key, one) for key, one in own.items() if not isinstance(one, nn.Parameter)]
+            before = [(key, one, one._version) for key, one in held if not one.is_inference()]
+            called = name in self._counts
+            buffers = [(one, one._version, one.clone()) for _, one in held if called]
             leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             values = tuple(self._value.get(id(leaf)) for leaf in leaves)
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._by_the_way.clear()
             self._reached.clear()
+            self._own = set(map(id, own.values()))
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             if self._scout is None or not self._scout.is_plain(name):
                 self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
             call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
             result = call_it(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
+            replaced = self._places.after(name, layer)
             counted = any(one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
-            counted |= bool(buffers) and any(map(is_not, layer.buffers(), (one for one, *_ in buffers)))
+            counted |= called and bool(replaced)
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
         except Exception as error:
@@ -319,13 +344,10 @@ class _Recorder(TorchFunctionMode):
         if counted:
             # calls that update the same buffers must keep their order
             call.join(next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name))
-        for used in own:
-            self._first_use.setdefault(used, call.index)
-        written = (one for one, version in before if one._version != version)
-        self._named_writes += [(call, self._names[id(one)], {}) for one in written if id(one) in self._names]
-        call.loose = tuple(name for name in call.uses if name not in own)
-        call.uses = tuple(dict.fromkeys([*call.uses, *own]))
-        call.reached = tuple(sorted(self._reached.difference(call.uses)))
+        written = [key for key, one, version in before if one._version != version]
+        self._named_writes += [(call, key, {}) for key in dict.fromkeys([*written, *replaced])]
+        self._capture.replaced += replaced
+        self._note_uses(call, own)
         self._note_outside(name)
         call.takes = tuple(dict.fromkeys([*call.takes, *by_the_way]))
         self._capture.examples[call.index] = example
@@ -333,6 +355,14 @@ class _Recorder(TorchFunctionMode):
         if told:
             self._capture.told[call.index] = told
         return result
+
+    def _note_uses(self, call: Call, own: Collection[str]) -> None:
+        """Record the weights and buffers that a layer's call uses. ``own`` holds the names of the layer's tensors."""
+        for used in own:
+            self._first_use.setdefault(used, call.index)
+        call.loose = tuple(name for name in call.uses if name not in own)
+        call.uses = tuple(dict.fromkeys([*call.uses, *own]))
+        call.reached = tuple(sorted(self._reached.difference(call.uses)))
 
     def _transformed(self, frame: FrameType, name: str, layer: Callable[[], Any]) -> Any:
         """Call a layer inside a function transform, and mark the running container as indivisible.
@@ -391,10 +421,12 @@ class _Recorder(TorchFunctionMode):
         call.outward = any(memory_at(taken[position]) in self._elsewhere for position in changed)
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
+                if isinstance(taken[position], nn.Parameter):
+                    raise makes_weights(self._where(), f"a weight of shape {tuple(taken[position].shape)}")
                 raise GraphError(
                     f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
                     f"{call} changes a tensor of shape {tuple(taken[position].shape)} that is none of these; register "
-                    f"the tensor as a buffer"
+                    f"the tensor as a buffer in __init__"
                 )
         self._end_of_hidden(call)
         for name in uses:

@@ -64,6 +64,8 @@ class ReplayedBody:
         elsewhere = {call.layer for call in away}
         elsewhere |= {calls[index].layer for index in own.own if looked_into & {*calls[index].uses}}
         names = dict.fromkeys(calls[index].layer for index in sorted(own.own) if calls[index].layer)
+        away_layers = {call.layer for call in away}
+        elsewhere |= {name for name in names if not away_layers.isdisjoint(captured.sharing.get(name, ()))}
         self._twins = {name: Twin(captured.modules[name]) for name in names if name in elsewhere}
         self.layers: dict[str, nn.Module] = {
             name: self._twins[name].layer if name in elsewhere else captured.modules[name] for name in names
@@ -162,6 +164,8 @@ class ReplayedBody:
         now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
         present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
         made, looks, output = replay.run(args, kwargs, received, looks, present, call_own, random)
+        for twin in self._twins.values():
+            twin.hand_back()
         if self._last:
             return output
         seen = Looks.of(looks)

@@ -12,7 +12,15 @@ from pipesched.errors import GraphError
 from pipesched.model.state_guard import GROWING, attributes_of, has_attributes, is_of_user, same_bits, unchanged
 from pipesched.tensors.payload import pytree
 
-__all__ = ["ClassAttribute", "ClassState", "changed_classes", "check_class_state", "class_state", "set_class_state"]
+__all__ = [
+    "ClassAttribute",
+    "ClassState",
+    "changed_classes",
+    "check_class_state",
+    "class_state",
+    "other_values",
+    "set_class_state",
+]
 
 _PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # compared by value
 
@@ -129,15 +137,19 @@ def changed_classes(
     made = {key: first[key] for key in changed if key in first}
     if not changed:
         return made, ()
-    for inputs in (pytree.tree_map_only(Tensor, _other, sample), sample):
+    for inputs in (other_values(sample), sample):
         with suppress(Exception):  # the model may not accept these values
             forward(*unchanged(inputs))
             return made, _differing(first, class_state(model))
     return made, changed
 
 
+def other_values(sample: Any) -> Any:
+    """Return a sample of the same form whose tensors have different values. Numbers from 0 to 1 stay in that range."""
+    return pytree.tree_map_only(Tensor, _other, sample)
+
+
 def _other(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same type and shape with different values. Numbers from 0 to 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 

@@ -17,12 +17,15 @@ from inspect import currentframe
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipesched.errors import GraphError
+from pipesched.model.attributes import Attributes, attribute, set_attributes
 from pipesched.model.module_tree import hooks_of, is_recorder
+from pipesched.model.state_guard import same_bits
 from pipesched.tensors.torch_insides import is_compiled
 
-__all__ = ["MetaTwin", "Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
+__all__ = ["MetaTwin", "Shells", "Twin", "as_whole", "find_layers", "is_small"]
 
 _LARGEST = 4  # a module with more than 1/4 of the parameters is split into smaller layers if possible
 
@@ -157,9 +160,10 @@ class Shells(_Copies):
         self._called = called
         self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
-        #: (layer, its stand-in, the attributes that both had after the last call)
-        self._layers: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         self._copies: dict[int, nn.Module] = {}
+        #: id of a stand-in -> the layer's name, the layer, and the attributes that both had after the last call
+        self._layers: dict[int, tuple[str, nn.Module, dict[str, Any]]] = {}
+        self._classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
         self.model = self._copy(model)
@@ -187,8 +191,8 @@ class Shells(_Copies):
             children = copy._modules
             copy.__dict__.clear()
             copy.__dict__.update({**own.__dict__, "_modules": children})
-        for own, copy, seen in self._layers:
-            for attributes in (copy.__dict__, seen):
+        for _, own, seen in self._layers.values():
+            for attributes in (self._copies[id(own)].__dict__, seen):
                 attributes.clear()
                 attributes.update(own.__dict__)
         self.refresh()
@@ -201,7 +205,7 @@ class Shells(_Copies):
                 if found:
                     copy.__dict__[table] = {**copy.__dict__[table], **found}
 
-    def changed(self) -> dict[tuple[nn.Module, str], Any]:
+    def changed(self) -> Attributes:
         """Return the new values of the container attributes, including buffers, that the forward changed."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
@@ -209,8 +213,8 @@ class Shells(_Copies):
             contents = self._contents[id(copy)]
             for name, value in (*copy.__dict__.items(), *copy._buffers.items()):
                 filled = name in contents and not _alike(contents[name], list(value))
-                if value is not before.get(name, self) or filled:
-                    changed[own, name] = value
+                if name not in _OF_BUFFERS and (value is not before.get(name, self) or filled):
+                    changed[own, name] = attribute(copy, name)
         return changed
 
     def running(self, frame: types.FrameType | None = None) -> str:
@@ -240,20 +244,43 @@ class Shells(_Copies):
             self._pairs.append((module, copy))
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
-            seen = dict(module.__dict__)
-            copy.__class__ = _handing_over(name, module, self._call, self._called, seen)
-            self._layers.append((module, copy, seen))
+            self._layers[id(copy)] = name, module, dict(module.__dict__)
+            copy.__class__ = self._stand_in_class(module)
         return copy
+
+    def _stand_in_class(self, layer: nn.Module) -> type[nn.Module]:
+        """Return a subclass of the layer's class. Layers of the same class get stand-ins of the same class."""
+        kind = type(layer)
+        has_forward = not (hooks_of(layer) or isinstance(layer, torch.jit.ScriptModule))
+        if (kind, has_forward) not in self._classes:
+
+            def hand_over(stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return self._hand_over(stand_in, args, kwargs)
+
+            names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
+            if has_forward:
+                names["forward"] = functools.wraps(kind.forward)(hand_over)
+            self._classes[kind, has_forward] = type(kind.__name__, (kind,), names)
+        return self._classes[kind, has_forward]
+
+    def _hand_over(self, stand_in: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the call of a stand-in to ``call``."""
+        name, layer, seen = self._layers[id(stand_in)]
+        called = self._called.get(name)
+        if called is None:
+            return self._call(name, layer, args, kwargs)
+        for key, value in stand_in.__dict__.items():
+            if value is not seen.get(key):
+                setattr(called, key, value)
+        try:
+            return self._call(name, layer, args, kwargs)
+        finally:
+            stand_in.__dict__.update(called.__dict__)
+            seen.update(called.__dict__)
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
         for name, child in module._modules.items():
             yield name, None if child is None else self._copy(child)
-
-
-def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
-    """Set attributes of modules, including buffers."""
-    for (module, name), value in values.items():
-        setattr(module, name, value)
 
 
 class Twin(_Copies):
@@ -265,13 +292,36 @@ class Twin(_Copies):
         super().__init__(layer)
         self._copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._before: dict[int, dict[str, Tensor | None]] = {}
         self.layer = self._copy(layer)
         self.refresh()
+
+    def hand_back(self) -> None:
+        """Put the buffers that the twin has replaced or made into the original layer.
+
+        Raises GraphError if another twin has put a buffer with other values there.
+        """
+        for own, copy in self._pairs:
+            before = self._before[id(copy)]
+            for name, tensor in copy._buffers.items():
+                if tensor is before.get(name):
+                    continue
+                there = own._buffers.get(name)
+                if there is not before.get(name) and not _agree(there, tensor):
+                    raise GraphError(
+                        f"a layer that several stages call must not keep state from one call to the next; two stages "
+                        f"have replaced the buffer {name!r} of {type(own).__name__} by different values; build the "
+                        f"pipeline with a sample for which the forward replaces the buffer, or give each call a layer "
+                        f"of its own"
+                    )
+                set_attributes({(own, name): attribute(copy, name)})
+                before[name] = tensor
 
     def refresh(self) -> None:
         """Copy the current tensors, modes and flags of the original layer to the twin."""
         self._translated.clear()
         for own, copy in self._pairs:
+            self._before[id(copy)] = dict(own._buffers)
             _follow(own, copy, self._kept)
             for name, value in own.__dict__.items():
                 if isinstance(value, _REFERRING) and name not in self._kept:
@@ -335,37 +385,18 @@ def _is_needed(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.") or is_recorder(hook)
 
 
+def _agree(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two buffers hold the same bits, or differ in size, as tables that grow with the batch do."""
+    return one is None or other is None or one.shape != other.shape or same_bits(one, other)
+
+
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
     """Copy the attributes of the module ``own`` to the module ``copy``, except the attributes in ``kept``."""
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
-def _handing_over(
-    name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module], seen: dict[str, Any]
-) -> type[nn.Module]:
-    """Return a subclass of the layer's class for a stand-in that looks like the layer and passes calls to ``call``."""
-
-    def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        called = all_called.get(name)
-        if called is None:
-            return call(name, layer, args, kwargs)
-        for key, value in shell.__dict__.items():
-            if value is not seen.get(key):
-                setattr(called, key, value)
-        try:
-            return call(name, layer, args, kwargs)
-        finally:
-            shell.__dict__.update(called.__dict__)
-            seen.update(called.__dict__)
-
-    kind = type(layer)
-    names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
-    if not (hooks_of(layer) or isinstance(layer, torch.jit.ScriptModule)):
-        names["forward"] = functools.wraps(kind.forward)(hand_over)
-    return type(kind.__name__, (kind,), names)
-
-
 _GROWING = list, dict, set, deque
+_OF_BUFFERS = "_buffers", "_non_persistent_buffers_set"  # the tables of a module's buffers
 _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.partial
 
 

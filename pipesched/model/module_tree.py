@@ -19,6 +19,7 @@ __all__ = [
     "is_in_a_row",
     "is_recorder",
     "layers_of",
+    "layers_that_share",
     "normalised_over_rows",
     "recorders_of",
     "with_running_statistics",
@@ -31,6 +32,20 @@ def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Mod
     Nested plain Sequentials are flattened, except Sequentials named in ``whole``.
     """
     return dict(_flatten(model, "", whole))
+
+
+def layers_that_share(layers: Mapping[str, nn.Module]) -> dict[str, set[str]]:
+    """Return, for each layer that holds a module with parameters of another layer, the names of all such layers."""
+    holders: dict[nn.Module, set[str]] = {}
+    for name, layer in layers.items():
+        for module in layer.modules():
+            if module._parameters:
+                holders.setdefault(module, set()).add(name)
+    sharing: dict[str, set[str]] = {}
+    for names in holders.values():
+        for name in names if len(names) > 1 else ():
+            sharing.setdefault(name, set()).update(names)
+    return sharing
 
 
 def is_in_a_row(model: nn.Module) -> bool:

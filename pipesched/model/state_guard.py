@@ -55,9 +55,9 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     return list(found.values())
 
 
-def reachable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module and of the modules that it refers to through attributes and containers."""
-    return [one for one in _held_by([module], functions=False) if isinstance(one, nn.Parameter)]
+def reachable_parameters(value: Any) -> list[nn.Parameter]:
+    """Return the parameters that a module or container holds or refers to through attributes and containers."""
+    return [one for one in _held_by([value], functions=False) if isinstance(one, nn.Parameter)]
 
 
 def is_of_user(kind: type) -> bool:
@@ -297,6 +297,20 @@ def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
+def _leaves_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the flag ``requires_grad`` and the gradient of leaf tensors after the ``with`` block."""
+    leaves = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        for leaf, required, grad in leaves:
+            if leaf.is_leaf and leaf.requires_grad != required:
+                leaf.requires_grad = required
+            if leaf.grad is not grad:
+                leaf.grad = grad
+
+
+@contextmanager
 def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
     modes = [(one, one.training) for one in held if isinstance(one, nn.Module)]
     try:
@@ -311,7 +325,7 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
-    """Set the model's mode. After the ``with`` block, restore attributes, modes, weights, buffers and random state.
+    """Set the model's mode. After the ``with`` block, restore its attributes, modes, tensors and random state.
 
     Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
     copied beforehand. A weight is copied only when this thread writes to it.
@@ -326,6 +340,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
     ]
     with (
         _modes_kept(held),
+        _leaves_kept(tensors),
         torch.random.fork_rng(),
         outside_kept(),
         _bits_kept(copied={id(buffer): buffer for *_, buffer in places}.values(), watched=tensors) as written,

@@ -142,9 +142,10 @@ class Restoring:
         if missing or foreign:
             lists = [f"only in the model: {_some(missing)}"] * bool(missing)
             lists += [f"only in the checkpoint: {_some(foreign)}"] * bool(foreign)
+            made = "; if forwards register these buffers, call model(sample) once before you build the pipeline"
             raise CheckpointError(
                 f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} differs from the model "
-                f"({'; '.join(lists)}); build the model that was saved"
+                f"({'; '.join(lists)}); build the model that was saved{made * (kind == 'buffer' and not missing)}"
             )
         for name, tensor in own.items():
             entry = self._saved.entries[stored[name]]

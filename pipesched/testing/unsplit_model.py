@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesched.model.containers import Shells, set_attributes
+from pipesched.model.attributes import set_attributes
+from pipesched.model.containers import Shells
 from pipesched.model.module_tree import is_in_a_row
 from pipesched.model.tied_weights import with_stand_ins
 from pipesched.runtime.stage.added_losses import AddedLosses

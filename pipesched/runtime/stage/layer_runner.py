@@ -19,6 +19,7 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.added_losses import AddedLosses
+from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_values
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -85,6 +86,7 @@ class LayerRunner:
         self._sharded = body.sharded
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
+        self._changes = AttributeChanges(self.modules.values())
         self._modifies_input: bool | None = None
         self._splits: bool | None = (
             None  # whether weight gradients can be deferred; None before the step's first split forward
@@ -158,13 +160,14 @@ class LayerRunner:
         first = self._moves_buffers and saved.buffers is None  # a recompute already has its copies of the buffers
         if self._moves_buffers:
             saved.written_buffers = saved.buffers = saved.buffers or self._copies.copies()
-        if self.offloads is None:
-            value = self.run(saved, arrived, noted)
-        else:
-            value = self._run_offloading(self.offloads, saved, arrived, noted)
+        with with_values(saved.attributes) if saved.attributes else _NO_CONTEXT:
+            if self.offloads is None:
+                value = self.run(saved, arrived, noted)
+            else:
+                value = self._run_offloading(self.offloads, saved, arrived, noted)
         if first and saved.written_buffers is not None:
             self._copies.take_over(saved.written_buffers)
-        saved.buffers = None
+        saved.buffers = saved.attributes = None
         saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
         if noted:
             own = () if saved.added is None else saved.added.edges
@@ -187,10 +190,12 @@ class LayerRunner:
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
         """Run a checkpointed F, in grad mode like any F, but keep only the inputs and the buffers for R."""
         snapshot = buffers_of(self.modules)
+        attributes = self._changes.before()
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
         with _dropping():
             value = self.run(saved, arrived)
+        attributes = self._changes.after(attributes)
         self._check_input(versions != [tensor._version for tensor in arrived.tensors])
         adds = saved.added is not None and bool(saved.added.edges)
         saved.added = None if saved.added is None else saved.added.again()
@@ -199,6 +204,7 @@ class LayerRunner:
             return value
         saved.arrived = kept if self._modifies_input else arrived
         saved.buffers = snapshot
+        saved.attributes = attributes
         return value
 
     def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:

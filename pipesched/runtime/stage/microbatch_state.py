@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipesched.runtime.stage.attribute_changes import AttributeValues
 from pipesched.runtime.stage.buffer_copies import Buffers
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import Tensors
@@ -68,6 +69,8 @@ class MicrobatchState:
     buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
     #: Copies of the buffers with the values that F left in them, for the backward.
     written_buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
+    #: The values of the attributes that F changes, from before F, for R.
+    attributes: AttributeValues | None = field(default=None, init=False)
     #: The inputs that a checkpointed F keeps for R.
     arrived: Payload | None = field(default=None, init=False)
     #: Whether no output of a checkpointed F requires a gradient, so that R has nothing to do.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pipesched.errors import ExecutionError
+from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_values
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import Payload
@@ -41,6 +42,7 @@ class RecomputedLayers:
         self._random = random
         self._deferral = deferral
         self._modifies_input: dict[_Call, bool] = {}
+        self._changes: dict[_Call, AttributeChanges] = {}
         self._moving: dict[tuple[_Call, tuple[bool, ...]], frozenset[str]] = {}
 
     def call(
@@ -75,6 +77,10 @@ class RecomputedLayers:
         kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
         contexts = create_selective_checkpoint_contexts(_policy) if cheap else (nullcontext(), nullcontext())
         seen = self._before(which, layer, own)
+        if which not in self._changes:
+            self._changes[which] = AttributeChanges([layer])
+        changes = self._changes[which]
+        attributes = changes.before()
         place = self._random.place
         first = [(args, kwargs)]
 
@@ -85,10 +91,16 @@ class RecomputedLayers:
                 with self._deferral.saving(), contexts[0]:
                     return run(own, *first.pop())
             args, kwargs = spread(leaves)
-            with self._random.repeated(place), self._deferral.saving(again=True), contexts[1]:
+            with (
+                self._random.repeated(place),
+                with_values(attributes),
+                self._deferral.saving(again=True),
+                contexts[1],
+            ):
                 return run({**own, **_checked(seen, layer, own, which)}, args, kwargs)
 
         value = checkpoint(act, *kept.leaves, use_reentrant=False, preserve_rng_state=False)
+        attributes = changes.after(attributes)
         self._after(which, layer, own, seen)
         self._check_input(which, versions != [tensor._version for tensor in given.tensors])
         return value
