@@ -225,4 +225,3 @@ def _called(function: Callable[..., Any], target: str) -> Any:
             f"{signature(function)} ({error}); give each argument a default"
         ) from None
     return function()
-

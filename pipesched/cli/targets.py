@@ -41,10 +41,9 @@ def imported(target: str, rule: str, example: str, error: type[PipeschedError]) 
         raise error(f"{rule}; {target!r} cannot be imported ({reason}); correct the path or the name") from problem
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), 1, 0.5)
-        raise error(
-            f"{rule}; {target!r} cannot be imported (module {module.__name__!r} has no attribute {name!r}); correct the path or the name"
-            f"{f'; the nearest is {near[0]!r}' if near else ''}"
-        )
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        missing = f"module {module.__name__!r} has no attribute {name!r}"
+        raise error(f"{rule}; {target!r} cannot be imported ({missing}); correct the path or the name{hint}")
     return getattr(module, name)
 
 
