@@ -287,7 +287,7 @@ def check(file: str, ranks: int | None, microbatches: int | None, max_in_flight:
         raise click.BadParameter(f"there is no file {file!r}; pass a file, '-' or file.py:function", param_hint="FILE")
     source = read_source(file)
     _check_shape_is_free(source, file, ranks, microbatches)
-    limits = {"max_in_flight": max_in_flight, "exact": exact}
+    limits: dict[str, Any] = {"max_in_flight": max_in_flight, "exact": exact}
     program = program_of(file, source, ranks=ranks, microbatches=microbatches, **limits)
     peaks = tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
     click.echo(

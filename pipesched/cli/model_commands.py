@@ -25,7 +25,9 @@ from pipesched.cli.options import (
 )
 from pipesched.cli.programs import read_source
 from pipesched.cli.targets import imported, is_target
-from pipesched.errors import GraphError
+from pipesched.errors import GraphError, ScheduleError
+from pipesched.order import Schedule
+from pipesched.program.program import Program
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted
 
@@ -184,7 +186,7 @@ def tune(  # noqa: PLR0913  # one parameter for each option
         num_ranks=ranks,
         batch_size=batch,
         memory_limit_bytes=memory_limit,
-        schedule=read_source(schedule) if is_target(schedule) else schedule,
+        schedule=_schedule(schedule),
         num_microbatches=microbatches,
         all_ranks=all_ranks,
         confirm=confirm,
@@ -199,6 +201,16 @@ def tune(  # noqa: PLR0913  # one parameter for each option
     _print(Report(plan, notes=unused), width)
     if output:
         write(plan.save, output)
+
+
+def _schedule(text: str) -> str | Schedule:
+    source = read_source(text) if is_target(text) else text
+    if isinstance(source, Program):
+        raise ScheduleError(
+            f"--schedule must be a name or a schedule of your own; {text} is a program, which has fixed numbers of "
+            f"ranks and micro-batches; pass a function (rank, shape) -> Order"
+        )
+    return source
 
 
 def _model(target: str) -> tuple[Any, Any]:
