@@ -81,7 +81,7 @@ def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
     except TypeError as error:
         raise ModelTypeError(
             f"{name} must be callable as {name}({', '.join(takes)}); got {shown(function)}, which takes {signature} "
-            f"({error}); pass a function that takes these arguments"
+            f"({error}); pass a function that takes these arguments, even if it does not use all of them"
         ) from None
 
 

@@ -330,8 +330,8 @@ class _Recorder(TorchFunctionMode):
             result = call_it(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
             replaced = self._places.after(name, layer)
-            counted = any(one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
-            counted |= called and bool(replaced)
+            rewritten = (one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
+            counted = any(rewritten) or (called and bool(replaced))
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
         except Exception as error:

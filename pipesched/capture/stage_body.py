@@ -136,12 +136,27 @@ class Head:
 
         Raises InputError if the loss is not a scalar.
         """
-        if self.loss_fn is not None:
-            loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
-        else:
+        if self.loss_fn is None:
             loss = loss_entry(output)
+        else:
+            try:
+                loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
+            except (TypeError, AttributeError) as error:
+                if isinstance(output, Tensor):
+                    raise
+                error.add_note(
+                    f"loss_fn gets the model's whole output, {_described(output)}; choose a part of it, such as "
+                    f"loss_fn=lambda output, target: loss_fn(output[0], target)"
+                )
+                raise
         if isinstance(loss, Tensor) and loss.dim() == 0:
             return loss
+        if self.loss_fn is None and not isinstance(output, Tensor):
+            raise InputError(
+                f"without loss_fn, the model's output must be a scalar loss, or have one as its 'loss' entry or "
+                f"attribute; got {_described(output)}; return a dict such as {{'logits': logits, 'loss': loss}} from "
+                f"the model, pass a loss_fn= that takes the output, or call forward"
+            )
         source = (
             "loss_fn(output, target) must return"
             if self.loss_fn
@@ -152,6 +167,19 @@ class Head:
             f"{source} a scalar loss; got {shape}; pass a loss_fn= that reduces the loss with mean() or sum(), or "
             f"call forward"
         )
+
+
+def _described(output: Any) -> str:
+    """Describe a model's output: its type, and the shapes of the tensors in a tuple, a list or a dict."""
+
+    def each(value: Any) -> str:
+        return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of " + ", ".join(f"{key!r}: {each(one)}" for key, one in output.items())
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of " + ", ".join(map(each, output))
+    return each(output)
 
 
 def loss_entry(output: Any) -> Any:

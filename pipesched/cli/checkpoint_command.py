@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from pipesched.errors import CheckpointError, MissingCheckpointError
-from pipesched.saving.folders import checkpoints_in
+from pipesched.saving.folders import check_no_weights, checkpoints_in
 from pipesched.saving.manifest import KINDS, MANIFEST, Manifest, parsed
 from pipesched.units import counted, quote_bytes
 
@@ -30,6 +30,7 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
     """
     folders = [path] if (path / MANIFEST).exists() else checkpoints_in(path)
     if not folders:
+        check_no_weights(path)
         raise MissingCheckpointError(f"PATH must contain a checkpoint; {path} has no {MANIFEST}; check the path")
     wrong = 0
     for folder in folders:

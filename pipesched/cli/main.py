@@ -12,14 +12,15 @@ from pipesched import __version__, schedules
 from pipesched.cli.checkpoint_command import checkpoint
 from pipesched.cli.model_commands import graph, report, tune
 from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, write
+from pipesched.cli.programs import program_of, read_source
 from pipesched.cli.replicas import Replicas, replica_options
+from pipesched.cli.targets import is_target
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
+from pipesched.order import Schedule
 from pipesched.program.liveness import peak_in_flight
-from pipesched.program.loading import load_program
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
-from pipesched.program.validation import validate
 from pipesched.simulation.best_known import best_known
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
@@ -136,37 +137,6 @@ def _simulate(
     return simulate_with_bound(program, costs)
 
 
-def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
-    """Read and validate a program from a file, or from standard input for '-'. Errors name the file."""
-    try:
-        program = _standard_input() if path == "-" else load_program(path)
-    except OSError as error:
-        raise click.FileError(path, error.strerror) from error
-    try:
-        validate(program, max_in_flight=max_in_flight, exact=exact)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from error
-    return program
-
-
-def _standard_input() -> Program:
-    try:
-        with click.open_file("-", encoding="utf-8") as file:
-            return Program.parse(file.read())
-    except (ScheduleError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"-: {error}") from error
-
-
-def _program(
-    schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None, steps: int = 1
-) -> Program:
-    """Return the program of a named schedule, or the program in a file."""
-    if Path(schedule).is_file():
-        return _read(schedule)
-    options = {} if chunks is None else {"chunks_per_rank": chunks}
-    return schedules.get(schedule).program(ranks or RANKS, microbatches or MICROBATCHES, steps=steps, **options)
-
-
 def _names() -> list[str]:
     """Return the names of all schedules, including schedules that cut micro-batches into token slices."""
     return schedules.names(sliced=True)
@@ -221,8 +191,9 @@ def show(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Simulate SCHEDULE and draw its timeline.
 
-    SCHEDULE is a name from `pipesched list`, or a file with a program: the output of --program, or a .csv file of
-    torch.distributed.pipelining with one row for each rank.
+    SCHEDULE is a name from `pipesched list`; or file.py:function, a schedule of your own (also module:function); or a
+    file with a program: the output of --program, or a .csv file of torch.distributed.pipelining with one row for each
+    rank.
 
     The text output is a timeline with these figures: the makespan; the bubble, which is idle time / (ranks x makespan);
     the lower bound for any schedule of these stages on these ranks, and how far the makespan is above this bound; the
@@ -239,16 +210,14 @@ def show(  # noqa: PLR0913  # one parameter for each option
       pipesched show zb-h1 --ranks 4 --microbatches 8
       pipesched show 1f1b --ranks 4 --replicas 8 --zero 2
       pipesched show interleaved-1f1b --chunks 4 --png interleaved.png
+      pipesched show my_schedules.py:one_by_one --ranks 4
       pipesched show 1f1b --program > mine.txt
     """
-    if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
-        raise click.UsageError(
-            f"a program in a file has fixed numbers of ranks, micro-batches, chunks and steps; got an option "
-            f"for one of these numbers with the file {schedule}; leave out --ranks, --microbatches, --chunks and "
-            f"--steps"
-        )
+    source = read_source(schedule)
+    _check_shape_is_free(source, schedule, ranks, microbatches, chunks, steps)
     replicas = Replicas.taken_from(others)
-    program = replicas.add_collectives(_program(schedule, ranks, microbatches, chunks, steps or 1))
+    program = program_of(schedule, source, ranks=ranks, microbatches=microbatches, chunks=chunks, steps=steps or 1)
+    program = replicas.add_collectives(program)
     trace = _simulate(program, collectives=replicas.costs(program), **others)
     if as_program:
         click.echo(str(program), nl=False)
@@ -266,6 +235,20 @@ def show(  # noqa: PLR0913  # one parameter for each option
         write(trace.to_chrome, chrome)
 
 
+def _program(schedule: str, ranks: int | None, microbatches: int | None) -> Program:
+    return program_of(schedule, read_source(schedule), ranks=ranks, microbatches=microbatches)
+
+
+def _check_shape_is_free(source: Program | Schedule, name: str, *counts: int | None) -> None:
+    """Raise UsageError if counts are given for a program, which has its own."""
+    if isinstance(source, Program) and any(counts):
+        raise click.UsageError(
+            f"a program in a file has fixed numbers of ranks, micro-batches, chunks and steps; got an option "
+            f"for one of these numbers with the file {name}; leave out --ranks, --microbatches, --chunks and "
+            f"--steps"
+        )
+
+
 def _figures(trace: Trace) -> str:
     bound = "" if trace.bound_s is None else f"bound {quote_time(trace.bound_s)}; "
     versions = trace.peak_versions
@@ -278,26 +261,34 @@ def _numbers(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
 
 
-@main.command(short_help="Validate the program in a file.")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
+@main.command(short_help="Validate the program of a file or a function.")
+@click.argument("file")
+@_shape_options
 @click.option(
     "--max-in-flight",
     type=click.IntRange(min=0),
     help="Maximum number of (stage, micro-batch) pairs in flight on a rank.  [default: no limit]",
 )
 @click.option("--exact", is_flag=True, help="Require ascending micro-batch order, for bit-identical results.")
-def check(file: str, max_in_flight: int | None, exact: bool) -> None:
-    """Check that the program in FILE is complete, correctly ordered and free of deadlock.
+def check(file: str, ranks: int | None, microbatches: int | None, max_in_flight: int | None, exact: bool) -> None:
+    """Check that the program of FILE is complete, correctly ordered and free of deadlock.
 
     FILE is the output of `pipesched show --program`, a .csv file of torch.distributed.pipelining with one row for each
-    rank, or '-' for standard input. If the program is valid, prints a summary in one line. Otherwise prints the first
-    error and where it occurs, and exits with code 1.
+    rank, '-' for standard input, or file.py:function, a schedule of your own (also module:function). The options for
+    the numbers of ranks and micro-batches apply only to schedules. If the program is valid, prints a summary in one
+    line. Otherwise prints the first error and where it occurs, and exits with code 1.
 
     \b
-    Example:
+    Examples:
       pipesched check mine.txt --max-in-flight 4
+      pipesched check my_schedules.py:one_by_one --ranks 4 --microbatches 8
     """
-    program = _read(file, max_in_flight=max_in_flight, exact=exact)
+    if not (file == "-" or is_target(file) or Path(file).is_file()):
+        raise click.BadParameter(f"there is no file {file!r}; pass a file, '-' or file.py:function", param_hint="FILE")
+    source = read_source(file)
+    _check_shape_is_free(source, file, ranks, microbatches)
+    limits: dict[str, Any] = {"max_in_flight": max_in_flight, "exact": exact}
+    program = program_of(file, source, ranks=ranks, microbatches=microbatches, **limits)
     peaks = tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
     click.echo(
         f"OK: {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
@@ -315,7 +306,7 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
 def compare(
     names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: Any
 ) -> None:
-    """Compare each SCHEDULE: a name from `pipesched list`, or a file with a program. Default: all schedules.
+    """Compare each SCHEDULE: a name from `pipesched list`, file.py:function, or a file with a program. Default: all.
 
     Schedules use their default number of chunks. The options for the numbers of ranks and micro-batches do not apply to
     programs in files. "above bound" is how far the makespan is above the lower bound for any schedule of these

@@ -23,7 +23,11 @@ from pipesched.cli.options import (
     read_links,
     write,
 )
-from pipesched.errors import GraphError
+from pipesched.cli.programs import read_source
+from pipesched.cli.targets import imported, is_target
+from pipesched.errors import GraphError, ScheduleError
+from pipesched.order import Schedule
+from pipesched.program.program import Program
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted
 
@@ -123,7 +127,10 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 )
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(
-    "--schedule", default="auto", show_default=True, help="A name from `pipesched list`, or auto to search for one."
+    "--schedule",
+    default="auto",
+    show_default=True,
+    help="A name from `pipesched list`, file.py:function, or auto to search for one.",
 )
 @click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: auto]")
 @click.option("--all-ranks", is_flag=True, help="Use every rank, even if a plan with fewer ranks is faster.")
@@ -179,7 +186,7 @@ def tune(  # noqa: PLR0913  # one parameter for each option
         num_ranks=ranks,
         batch_size=batch,
         memory_limit_bytes=memory_limit,
-        schedule=schedule,
+        schedule=_schedule(schedule),
         num_microbatches=microbatches,
         all_ranks=all_ranks,
         confirm=confirm,
@@ -196,21 +203,22 @@ def tune(  # noqa: PLR0913  # one parameter for each option
         write(plan.save, output)
 
 
+def _schedule(text: str) -> str | Schedule:
+    source = read_source(text) if is_target(text) else text
+    if isinstance(source, Program):
+        raise ScheduleError(
+            f"--schedule must be a name or a schedule of your own; {text} is a program, which has fixed numbers of "
+            f"ranks and micro-batches; pass a function (rank, shape) -> Order"
+        )
+    return source
+
+
 def _model(target: str) -> tuple[Any, Any]:
     """Call the user's function and return its model and sample."""
-    place, _, name = target.rpartition(":")
-    if target.endswith((".py", ".py:")):
-        raise GraphError(
-            f"MODEL must be file.py:function or module:function; {target!r} names no function; for example, pass "
-            f"{target.removesuffix(':')}:make, where make() returns (model, sample)"
-        )
-    try:
-        function: Callable[[], Any] = getattr(_module(place), name)
-    except (ImportError, OSError, AttributeError, ValueError) as error:
-        raise GraphError(
-            f"MODEL must be file.py:function or module:function, or, for tune, a saved profile; {target!r} cannot be "
-            f"imported ({error if place else 'it names no function'}); correct the path or the name"
-        ) from error
+    rule = "MODEL must be file.py:function or module:function"
+    if not target.endswith((".py", ".py:")):
+        rule += ", or, for tune, a saved profile"
+    function = imported(target, rule, "make, where make() returns (model, sample)", GraphError)
     made = _called(function, target) if callable(function) else function
     if not isinstance(made, tuple) or len(made) != 2:
         raise GraphError(
@@ -229,18 +237,3 @@ def _called(function: Callable[..., Any], target: str) -> Any:
             f"{signature(function)} ({error}); give each argument a default"
         ) from None
     return function()
-
-
-def _module(place: str) -> Any:
-    """Import a Python file, or a module by name. The import path includes the current folder."""
-    if not place.endswith(".py"):
-        sys.path.insert(0, "")
-        return importlib.import_module(place)
-    path = Path(place).resolve()
-    sys.path.insert(0, str(path.parent))  # as Python does for scripts
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

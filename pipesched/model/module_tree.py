@@ -154,22 +154,37 @@ class Members:
             parts = layer.split(".")
             for depth, part in enumerate(parts):
                 ways.setdefault(".".join(parts[:depth]), {})[part] = None
-        self._held: list[tuple[str, Mapping[str, nn.Module | None], list[str] | None, list[Any]]] = []
+        self._held: list[tuple[str, Mapping[str, nn.Module | None], list[str] | None, dict[str, Any]]] = []
         for name, keys in ways.items():
             holder = model.get_submodule(name)
             modules = holder._modules
             # A Sequential or ModuleList may run all its modules; other containers call modules by name.
             own = None if isinstance(holder, nn.Sequential | nn.ModuleList) else list(keys)
-            self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
+            self._held.append((name, modules, own, _members(modules, own)))
 
     def check(self) -> None:
         """Raise GraphError if a module has been replaced or removed since this object was created."""
         for name, modules, keys, known in self._held:
-            now = list(modules.values() if keys is None else map(modules.get, keys))
-            if now != known:
-                others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
-                change = f"{others[0]!r} is a new module" if others else f"{len(now)} of {len(known)} modules are left"
+            now = _members(modules, keys)
+            if list(now.values()) != list(known.values()):
                 raise GraphError(
                     f"a model must keep the modules that it had when the pipeline was built; in {name or 'the model'}, "
-                    f"{change}; restore the old modules, or close this pipeline and build a new one"
+                    f"{_change(known, now)}; restore the old modules, or close this pipeline and build a new one"
                 )
+
+
+def _members(modules: Mapping[str, nn.Module | None], keys: list[str] | None) -> dict[str, nn.Module | None]:
+    return dict(modules) if keys is None else {key: modules.get(key) for key in keys}
+
+
+def _change(known: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the first difference between the modules of a container before and after a change."""
+    names = {module: key for key, module in known.items()}
+    new = next((key for key, module in now.items() if module is not None and module not in names), None)
+    if new is not None:
+        return f"{new!r} is a new module"
+    left = sum(module is not None for module in now.values())
+    if left < len(known):
+        return f"{left} of {len(known)} modules are left"
+    moved = next(key for key, module in now.items() if known.get(key) is not module)
+    return f"the order has changed: {moved!r} is now the module that was {names[now[moved]]!r}"

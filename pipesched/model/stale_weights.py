@@ -7,14 +7,14 @@ that are divided among replicas count as stale from the start.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
 from pipesched.user_warning import warn
@@ -77,19 +77,24 @@ class StaleHook:
     def put_on(self, roots: Mapping[str, nn.Module], run_here: Iterable[nn.Module]) -> None:
         """Register the hook on the roots (the model first) and on all modules that hold tensors of other ranks.
 
-        Modules of this rank's stages get no forward hook, because every step would run it.
+        Modules of this rank's stages get no forward hook, because every step would run it. A loss module without
+        tensors of other ranks gets no hook, because it may serve other models and pipelines.
         """
         own = set(run_here)
         others = set(self.placement.away)
         model = next(iter(roots.values()))
         for prefix, root in roots.items():
-            for name, module in root.named_modules(prefix=prefix.removesuffix(".")):
-                tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
-                away = [tensor for full, tensor in tensors if full in others]
+            away_of = {
+                module: _held_away(module, name, others)
+                for name, module in root.named_modules(prefix=prefix.removesuffix("."))
+            }
+            whole = root is model or any(away_of.values())  # whether a call of the root may use stale weights
+            for module, away in away_of.items():
                 self._empty |= any(tensor.is_meta for tensor in away)
-                if away or module is root:
+                stale_root = whole and module is root
+                if away or stale_root:
                     self._removals.append(module.register_state_dict_pre_hook(self.saved).remove)
-                if module is root or (away and module not in own):
+                if stale_root or (away and module not in own):
                     self._removals.append(module.register_forward_pre_hook(self.called).remove)
         if self.placement.divided:
             self._removals.append(model.register_load_state_dict_pre_hook(self.loading).remove)
@@ -168,6 +173,17 @@ class StaleHook:
             f"{len(place.homes)} parameters and buffers are stale, such as {away[0]!r}, which rank "
             f"{place.homes[away[0]]} trains; {_REMEDY}"
         )
+
+
+def _held_away(module: nn.Module, name: str, others: Container[str]) -> list[Tensor]:
+    """Return the tensors of a module itself that other ranks may change. ``others`` names the tensors of other ranks.
+
+    The buffers of torch's loss modules are the weights of classes, which never change.
+    """
+    if type(module).__module__ == nn.CrossEntropyLoss.__module__:
+        return []
+    tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
+    return [tensor for full, tensor in tensors if full in others]
 
 
 def _hook_on(model: nn.Module) -> StaleHook | None:

@@ -130,7 +130,7 @@ class AutoPlan:
         first = plan.alternatives[0] if plan.alternatives else None
         _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
         if why := too_small(plan, len(self.devices)):
-            warn(why)
+            warn(f"{why}; pass one device, or pass schedule= to use several")
         rows = -(-batch_size // plan.program.num_microbatches)
         graph = profile.graph(rows)
         overheads = plan.costs.overheads if plan.costs else None

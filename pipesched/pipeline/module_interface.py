@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from pipesched.checks import check_type
 from pipesched.errors import GraphError
 from pipesched.model.stale_weights import StaleGuard
 
@@ -156,9 +157,16 @@ class ModuleInterface:
             strict: whether missing and unexpected keys are errors. Default: True.
 
         Raises:
+            ArgumentError: the state is not a dict.
             RuntimeError: keys or shapes do not match the model (torch's own error).
 
         """
+        check_type(
+            state,
+            Mapping,
+            "a state must be a dict of tensors, keyed by name",
+            "pass the tensors, such as torch.load(path), or load a checkpoint with pipe.load(path)",
+        )
         with self._whole_weights("load_state_dict"):
             self._load_state(state, strict)
 

@@ -756,6 +756,9 @@ class Pipeline(SavingInterface):
 
     @contextmanager
     def _whole_weights(self, method: str) -> Iterator[None]:
+        host = self._running.host
+        if isinstance(host, MeshRanks) and not host.executor.closed:
+            host.executor.enter(method)
         self._gather_rows(method)
         try:
             yield

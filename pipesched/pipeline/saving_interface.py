@@ -119,9 +119,10 @@ class SavingInterface(ModuleInterface):
             The step, the seed, and the saved values of ``extra``.
 
         Raises:
-            MissingCheckpointError: there is no checkpoint. The error is also a FileNotFoundError.
+            MissingCheckpointError: there is no file and no checkpoint. The error is also a FileNotFoundError.
             DamagedCheckpointError: a file is missing or has changed.
-            CheckpointError: the checkpoint does not fit the pipeline; the error names the tensor or the setting.
+            CheckpointError: the checkpoint does not fit the pipeline (the error names the tensor or the setting), or
+                the path holds something else, such as a file of weights for `load_state_dict`.
 
         """
         return self._loaded(lambda run: self._saver.load(run, path, (optimizer, scheduler, extra)))

@@ -263,7 +263,11 @@ class StepRunner:
                     f"no target=, but the sample has {counted(self._num_inputs, 'positional argument')}; call "
                     f"{method}({inputs}, target=y)"
                 )
-            raise InputError("loss_fn(output, target) needs a target; none was passed; pass target=, or call forward()")
+            raise InputError(
+                f"loss_fn(output, target) needs a target; none was passed; pass target=, or call forward(); for a loss "
+                f"of the output alone, return the loss from the model and leave loss_fn= out, or call "
+                f"{method}(x, target=x)"
+            )
         if not self._has_loss_fn and target is not None:
             raise InputError(
                 "a target may only be passed to a pipeline with a loss_fn; this pipeline has none, and its model "

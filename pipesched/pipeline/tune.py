@@ -239,7 +239,7 @@ def tune(
         if prove:
             plan = proved(plan, search.memory_limit_bytes)
         if why := too_small(plan, num_ranks):
-            warn(why)
+            warn(f"{why}; keep one device, or pass all_ranks=True to use all")
         return plan
 
     where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}

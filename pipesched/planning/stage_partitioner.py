@@ -147,7 +147,8 @@ class StagePartitioner:
         In bidirectional schedules, each number is a sum over all stages with the same layers.
         """
         held = [0] * self.program.num_weights
-        for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
+        peaks = peaks_of_stages(self.program.columns, self.program.num_stages).tolist()
+        for part, peak in zip(self.program.weights, peaks, strict=True):
             held[part] += peak
         return held
 

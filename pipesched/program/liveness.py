@@ -71,11 +71,15 @@ def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
     return pairs_held(actions if isinstance(actions, Columns) else Columns.of(actions)).peak
 
 
-def peaks_of_stages(columns: Columns) -> Ints:
-    """Return each stage's peak number of micro-batches in flight. ``columns`` contains the orders of all ranks."""
+def peaks_of_stages(columns: Columns, num_stages: int) -> Ints:
+    """Return each stage's peak number of micro-batches in flight; 0 for a stage that no micro-batch visits.
+
+    ``columns`` contains the orders of all ranks.
+    """
     by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with no micro-batch in flight
-    begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
-    return np.maximum.reduceat(pairs_held(by_stage).during, begins)
+    peaks = np.zeros(num_stages, np.int64)
+    np.maximum.at(peaks, by_stage.stage, pairs_held(by_stage).during)
+    return peaks
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:

@@ -305,7 +305,13 @@ class Splitter:
         given = {_argument(name): (value, self._dim(name)) for name, value in named}
         target_dim = self._target_dim(microbatch.target, given)
         given["the target"] = microbatch.target, target_dim
-        return _common_rows({f"{what} of micro-batch {number}": one for what, one in given.items()})
+        try:
+            return _common_rows(given)
+        except InputError as error:
+            raise InputError(
+                f"{error}; this is micro-batch {number} of microbatches=: its rows weight its loss, although they are "
+                f"not split"
+            ) from None
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """Make a batch of one micro-batch with ``rows`` rows, dropping or repeating rows of a sample as needed.
@@ -341,7 +347,8 @@ class Splitter:
             if strange:
                 raise InputError(
                     f"the keys of split_dims must be arguments of the call, or 'target' or 'output'; the call has no "
-                    f"argument {strange[0]!r}; correct the key"
+                    f"argument {strange[0]!r}; correct the key: the call has the arguments "
+                    f"{', '.join(map(repr, [*range(num_args), *kwargs]))}"
                 )
         elif isinstance(dims, Sequence) and len(dims) < num_args:
             raise InputError(
@@ -454,6 +461,13 @@ def _argument(name: int | str) -> str:
     return f"argument {name}" if isinstance(name, int) else f"{name}="
 
 
+def _key(what: str) -> int | str:
+    """Return the key in split_dims of an argument that error messages name."""
+    if what == "the target":
+        return "target"
+    return int(what.removeprefix("argument ")) if what.startswith("argument ") else what.removesuffix("=")
+
+
 #: Arguments by their name in error messages, each as (value, the dim along which the value is split).
 _Given = dict[str, tuple[Any, int | None]]
 
@@ -464,14 +478,16 @@ def _common_rows(given: _Given) -> int:
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:
         raise InputError(
-            "a batch must contain a tensor that can be split by rows; this batch contains no such tensor; pass a tensor"
+            "a batch must contain a tensor that can be split by rows; this batch contains no such tensor; pass a "
+            "tensor, or set a dim in split_dims= for an argument that has rows"
         )
     first, rows = next(iter(known.items()))
     for what, other in known.items():
         if other != rows:
             raise InputError(
                 f"all tensors of a batch must have the same number of rows; {first} has {counted(rows, 'row')}, "
-                f"{what} has {other}; make the numbers equal, or set split_dims=None for an argument that is not split"
+                f"{what} has {other}; make the numbers equal, or set split_dims=None for an argument that is not "
+                f"split, such as Numerics(split_dims={{{_key(what)!r}: None}})"
             )
     if rows == 0:
         raise InputError(f"a batch must have at least one row; {first} has no rows; skip the empty batch")

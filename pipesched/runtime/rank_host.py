@@ -434,6 +434,7 @@ class MeshRanks:
         return
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
+        self.executor.enter(method)
         first = self._inputs == "first"
         rank = self.executor.rank
         if given != (rank == 0 or not first):

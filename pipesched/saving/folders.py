@@ -10,6 +10,8 @@ import os
 import re
 import secrets
 import shutil
+import zipfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from pipesched.saving.manifest import MANIFEST, Manifest
 from pipesched.units import counted
 
 __all__ = [
+    "check_no_weights",
     "checkpoints_in",
     "commit",
     "folder_for",
@@ -31,6 +34,7 @@ __all__ = [
 _STEP = re.compile(r"step-(\d{8,})")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _TEMPORARY = ".tmp"
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp")  # suffixes of other programs' files
 
 
 def folder_for(path: Path, step: int, keep: int | None) -> Path:
@@ -59,6 +63,42 @@ def checkpoints_in(path: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [path / name for name in sorted(found, key=lambda name: -int(name[5:]))]
+
+
+def check_no_weights(path: Path) -> None:
+    """Raise CheckpointError if a path is a file, or a folder with files of weights that `save` did not write."""
+    found = path if path.is_file() else next(_weights_in(path), None)
+    if found is None:
+        return
+    above = next((folder for folder in found.parents[:2] if (folder / MANIFEST).exists()), None)
+    if above is not None:
+        what, remedy = "a part of a checkpoint", f"pass the checkpoint's folder, {above}"
+    elif _holds_weights(found):
+        read = "safetensors.torch.load_file" if found.suffix == ".safetensors" else "torch.load"
+        what = "a file of weights, without a step, a seed and a plan"
+        remedy = (
+            f"load weights with pipe.load_state_dict({read}({str(found)!r})), and the result of training_state with "
+            f"pipe.load_training_state"
+        )
+    else:
+        what, remedy = "a file", "pass a folder"
+    raise CheckpointError(
+        f"a path to load must be a folder that save wrote, with a {MANIFEST}; {found} is {what}; {remedy}"
+    )
+
+
+def _weights_in(folder: Path) -> Iterator[Path]:
+    """Yield the files of weights in a folder and its subfolders, except what an interrupted save has left."""
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _holds_weights(entry):
+            yield entry
+        elif entry.is_dir() and not (_DATA.fullmatch(entry.name) or _STEP.fullmatch(entry.name)):
+            yield from filter(_holds_weights, sorted(entry.iterdir()))
+
+
+def _holds_weights(path: Path) -> bool:
+    """Whether a file is one that other programs write for weights: safetensors, torch.save, or torch's checkpoints."""
+    return path.is_file() and (path.suffix in _WEIGHTS or zipfile.is_zipfile(path))
 
 
 def new_data_folder(folder: Path) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipesched.errors import DamagedCheckpointError, MissingCheckpointError
 from pipesched.saving.chunks import Chunk, Rows
-from pipesched.saving.folders import checkpoints_in
+from pipesched.saving.folders import check_no_weights, checkpoints_in
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import MANIFEST, Manifest, TensorEntry, parsed
 from pipesched.saving.saved_run import SavedRun, merged, merged_entries
@@ -21,12 +21,14 @@ __all__ = ["OpenCheckpoint", "checkpoint_folders", "given_state"]
 def checkpoint_folders(path: Path) -> list[Path]:
     """Return the checkpoint folders at a path, newest first.
 
-    Raises MissingCheckpointError if there is no checkpoint.
+    Raises MissingCheckpointError if there is nothing at the path that a run could have saved, so that a script may
+    start at step 0. Raises CheckpointError if there is something else: a file, or weights that `save` did not write.
     """
     if (path / MANIFEST).exists():
         return [path]
     folders = checkpoints_in(path)
     if not any((folder / MANIFEST).exists() for folder in folders):
+        check_no_weights(path)
         raise MissingCheckpointError(
             f"a path to load must hold a checkpoint, or the checkpoint folders of save(keep=...); {path} "
             f"{f'has neither {MANIFEST} nor folders with one' if path.exists() else 'does not exist'}; check the path, "

@@ -25,9 +25,12 @@ _Number = TypeVar("_Number", bound=Any)
 def norm_of(grad: Tensor, norm_type: float) -> Tensor:
     """Return the norm of one gradient as a 0-d tensor of at least float32 precision on the gradient's device.
 
-    The norm of a sharded gradient is reduced over its mesh, so all ranks of that mesh must call this function.
+    The norm of a gradient without elements is 0. The norm of a sharded gradient is reduced over its mesh, so all ranks
+    of that mesh must call this function.
     """
     grad = grad.coalesce().values() if grad.is_sparse else grad
+    if not grad.numel():
+        return torch.zeros((), dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device)
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
     whole = getattr(norm, "full_tensor", None)  # only a DTensor has this method; importing DTensor takes a second
     return norm if whole is None else cast(Tensor, whole())

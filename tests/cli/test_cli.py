@@ -196,6 +196,120 @@ def test_show_and_check_read_tables(file):
     assert f"Error: {deadlock}: deadlock: 2 of 2 ranks wait" in run("check", deadlock).stderr
 
 
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+import pipesched
+
+
+@dataclass
+class Settings:
+    depth: int = 1
+
+
+@pipesched.schedule("one-by-one")
+def one_by_one(rank: int, shape: pipesched.Shape) -> pipesched.Order:
+    order = pipesched.Order(shape)
+    for _ in range(shape.num_microbatches):
+        order.F(rank)
+        order.B(rank)
+    return order
+
+
+def not_decorated(rank, shape):
+    return one_by_one.function(rank, shape)
+
+
+def made(ranks=3):
+    return one_by_one.program(ranks, 2)
+
+
+fixed = made()
+
+
+@pipesched.schedule("all-backwards-first")
+def wrong(rank, shape):
+    order = pipesched.Order(shape)
+    order.B(rank)
+    order.F(rank)
+    return order
+
+
+def no_order(rank, shape):
+    return None
+
+
+def too_many(rank, shape, costs):
+    return None
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(file, monkeypatch):
+    path = file(OWN, "own_schedules.py")
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield "own_schedules.py"
+    sys.modules.pop("own_schedules", None)
+
+
+@pytest.mark.parametrize("place", ["own_schedules.py", "own_schedules"])
+@pytest.mark.parametrize("name", ["one_by_one", "not_decorated"])
+def test_show_check_and_compare_take_a_schedule_of_a_file(own, place, name):
+    shape = ["--ranks", 3, "--microbatches", 2]
+    *_, summary, figures = lines("show", f"{place}:{name}", *shape)
+    assert summary.startswith(f"{name.replace('_', '-')}: makespan 18 s, bubble 66.7%")
+    assert figures.endswith("peak in flight per rank: 1 1 1")
+    assert lines("check", f"{place}:{name}", *shape, "--max-in-flight", 1, "--exact") == [
+        "OK: 3 ranks, 3 stages, 2 micro-batches, bit-identical results, peak in flight per rank: 1 1 1"
+    ]
+    assert [row.split()[0] for row in lines("compare", "1f1b", f"{place}:{name}")[1:]] == ["1f1b", f"{place}:{name}"]
+    program = Program.parse(run("show", f"{place}:{name}", "--program", *shape).stdout)
+    assert (program.num_ranks, program.num_microbatches) == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["fixed", "made"])
+def test_a_program_of_a_file_has_its_own_shape(own, name):
+    assert lines("check", f"{own}:{name}")[0].startswith("OK: 3 ranks, 3 stages, 2 micro-batches")
+    assert "makespan 18 s" in lines("show", f"{own}:{name}")[3]
+    for command in ("show", "check"):
+        result = run(command, f"{own}:{name}", "--ranks", 4)
+        assert result.exit_code == 2
+        assert "fixed numbers of ranks" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "check", "compare"])
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("own_schedules.py", "names no function; for example, pass own_schedules.py:my_schedule"),
+        ("own_schedules.py:one_by_on", "has no attribute 'one_by_on'); correct the path or the name; the nearest is"),
+        ("elsewhere.py:one_by_one", "No such file or directory"),
+        ("elsewhere:one_by_one", "No module named 'elsewhere'"),
+        ("own_schedules.py:number", "own_schedules.py:number is 3; decorate the function with @pipesched.schedule"),
+        ("own_schedules.py:wrong", "own_schedules.py:wrong: rank 0: stage 0 must run F and either B"),
+        ("own_schedules.py:no_order", "'no-order' returned None; end the function with 'return order'"),
+        ("own_schedules.py:too_many", "'too-many' takes (rank, shape, costs); make the options keyword-only"),
+        ("damaged.py:anything", "invalid syntax"),
+    ],
+)
+def test_what_is_no_schedule_of_a_file_is_named(own, file, command, target, said):
+    file("def\n", "damaged.py")
+    result = run(command, target)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert said in result.stderr, result.stderr
+
+
+def test_tune_takes_a_schedule_of_a_file(own, tmp_path):
+    profile([1e-3] * 4, (1, 2)).save(tmp_path / "profile.json")
+    options = ["--ranks", 2, "--batch", 8, "--schedule", f"{own}:one_by_one"]
+    assert "one-by-one" in "\n".join(lines("tune", tmp_path / "profile.json", *options))
+
+
 def test_where_there_is_no_bound_none_is_shown(file):
     path = file("microbatches 2\nforward-only\nrank 0: 0F0 0F1\n")
     assert lines("compare", path)[1].split()[-5:] == ["2", "s", "0.0%", "-", "1"]
@@ -219,6 +333,7 @@ def test_an_unknown_schedule_lists_the_known_ones(command):
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: unknown schedule; got '2f2b'")
     assert all(name in result.stderr for name in schedules.names())
+    assert "for a schedule of your own, pass file.py:function" in result.stderr
     assert "Traceback" not in result.output
 
 

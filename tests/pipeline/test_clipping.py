@@ -1,5 +1,6 @@
 """Clipping: one norm, bit for bit, under every plan, and the clipped weights of the plain loop."""
 
+import copy
 import math
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pipesched import Kind, Numerics, Pipeline, Program, Search, Trace, schedule
 from pipesched.errors import ArgumentError, ExecutionError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
 from pipesched.simulation.links import Link, Links
-from pipesched.testing import clip_grad_norm_
+from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
 from tests.support.jobs import clipping
@@ -296,3 +297,45 @@ def test_sparse_gradients_are_clipped():
         clip_grad_norm_(dense.parameters(), 0.1).item()
     )
     torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad)
+
+
+class Halves(nn.Module):
+    """A layer with two outputs of one operation."""
+
+    def __init__(self, spoilt: bool = False) -> None:
+        super().__init__()
+        self.linear, self.spoilt = nn.Linear(6, 12), spoilt
+
+    def forward(self, x):
+        first, second = self.linear(x).unflatten(1, (2, 6)).unbind(1)
+        return first, second * math.nan if self.spoilt else second
+
+
+class UsesOneHalf(nn.Module):
+    def __init__(self, *, spoilt: bool, used: int) -> None:
+        super().__init__()
+        self.first, self.second, self.last, self.used = nn.Linear(6, 6), Halves(spoilt), nn.Linear(6, 6), used
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x))[self.used])
+
+
+@pytest.mark.parametrize("cut", ["second", "last"])
+@pytest.mark.parametrize(("spoilt", "used"), [(False, 0), (False, 1), (True, 0)])
+def test_an_output_that_nothing_uses_is_no_reason_to_stop(cut, spoilt, used):
+    """Its gradient is None, whatever its values."""
+    x, loss_fn = torch.randn(8, 6), nn.functional.mse_loss
+    model = UsesOneHalf(spoilt=spoilt, used=used)
+    plain = copy.deepcopy(model)
+    reference_step(plain, x, target=x, loss_fn=loss_fn, num_microbatches=4)
+    options = {"num_microbatches": 4, "schedule": "1f1b", "boundaries": [cut], "loss_fn": loss_fn}
+    numerics = Numerics(on_nonfinite="raise")
+    with Pipeline(model, x[:2], devices=["cpu"] * 2, numerics=numerics, **options) as pipe:
+        pipe.step(x, target=x)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("place", [HERE, MESH], indirect=True)
+@pytest.mark.parametrize("numerics", [{"scaler": 8.0}, {"clip_grad_norm": 0.1, "norm_type": math.inf}])
+def test_a_parameter_without_elements_has_the_norm_0(place, numerics):
+    place(2, clipping.train_with_empty, numerics)

@@ -55,6 +55,17 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
         assert "used in a second pipeline" in found["new"]
 
 
+@pytest.mark.parametrize("kind", ["plain", "weighted"])
+def test_one_loss_module_serves_several_pipelines(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, jobs.one_criterion, kind) == ["", ""]
+
+
+def test_a_loss_module_with_trained_weights_is_stale_where_they_are_not_trained(ranks: Ranks) -> None:
+    first, last = ranks.run(2, jobs.one_criterion, "own")
+    assert "OwnLoss was called" in first
+    assert last == ""
+
+
 def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
     for nowhere, unequal, adapted in ranks.run(2, jobs.wrong_ranks):
         assert nowhere.startswith(

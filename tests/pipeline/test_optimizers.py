@@ -67,12 +67,18 @@ def test_forward_and_backward_by_hand_update_nothing() -> None:
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
-def test_a_stage_without_trainable_parameters_has_no_optimizer() -> None:
+def trained_only(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize("selects", [True, False])
+def test_a_stage_without_trainable_parameters_has_no_optimizer_if_the_function_selects(selects: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
     for parameter in model[:1].parameters():
         parameter.requires_grad_(False)
-    with pipeline(model, "pipedream", 2, boundaries=[1, 2]) as pipe:
-        assert sorted(pipe.optimizers) == [1, 2]
+    options = {"optimizer": trained_only} if selects else {}
+    with pipeline(model, "pipedream", 2, boundaries=[1, 2], **options) as pipe:
+        assert sorted(pipe.optimizers) == ([1, 2] if selects else [0, 1, 2])
         before = copy.deepcopy(model.state_dict())
         pipe.step(batch(0)[0], target=batch(0)[1])
         after = pipe.state_dict()
@@ -80,10 +86,22 @@ def test_a_stage_without_trainable_parameters_has_no_optimizer() -> None:
     assert not torch.equal(after["1.weight"], before["1.weight"])
 
 
-def test_what_is_unfrozen_in_a_stage_that_had_nothing_to_train_is_an_error() -> None:
+def test_what_is_unfrozen_in_a_stage_that_had_nothing_to_train_is_trained() -> None:
+    """As by an optimizer of all parameters in a plain loop."""
     model = transformer()
     model[:2].requires_grad_(False)
     with pipeline(model, "1f1b", 2) as pipe:
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        before = model[0].weight.clone()
+        model[0].requires_grad_(True)
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        assert not torch.equal(model[0].weight, before)
+
+
+def test_what_is_unfrozen_in_a_stage_without_an_optimizer_is_an_error() -> None:
+    model = transformer()
+    model[:2].requires_grad_(False)
+    with pipeline(model, "1f1b", 2, optimizer=trained_only) as pipe:
         pipe.step(batch(0)[0], target=batch(0)[1])
         model[0].requires_grad_(True)
         with pytest.raises(ExecutionError, match="layers 0, 1 have gradients now; make a new Pipeline, or freeze"):

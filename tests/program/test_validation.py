@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
+from pipesched.program.action_arrays import Columns
 from pipesched.program.liveness import peak_in_flight, peaks_of_stages
 from pipesched.program.lowering import add_updates
 from pipesched.units import counted
@@ -269,7 +270,13 @@ def test_a_pair_is_in_flight_from_its_forward_or_recompute_to_its_backward_or_we
 def test_the_peak_of_each_stage_is_that_of_its_own_actions(program):
     actions = [action for order in program.orders for action in order]
     own = [[action for action in actions if action.stage == stage] for stage in range(program.num_stages)]
-    assert peaks_of_stages(program.columns).tolist() == [*map(peak_in_flight, own)]
+    assert peaks_of_stages(program.columns, program.num_stages).tolist() == [*map(peak_in_flight, own)]
+
+
+@pytest.mark.parametrize(("order", "peaks"), [("0F0 0B0", [1, 0, 0]), ("2F0 2F1 2B0 2B1", [0, 0, 2]), ("", [0, 0, 0])])
+def test_a_stage_that_no_micro_batch_visits_has_the_peak_0(order, peaks):
+    """Such as those of the second direction of chimera, if there is one micro-batch."""
+    assert peaks_of_stages(Columns.of(map(Action.parse, order.split())), 3).tolist() == peaks
 
 
 def test_exactness_is_demanded_only_on_request():

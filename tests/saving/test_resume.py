@@ -1,5 +1,6 @@
 """Runs that stop and continue under another plan have the bits of the run that never stopped."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,4 +84,49 @@ def test_a_stage_of_frozen_layers_needs_no_optimizer(tmp_path: Path, before: int
         expected = pipe.step(X, target=Y).clone()
     with frozen_in_the_middle(after) as pipe:
         assert pipe.load(tmp_path).step == 1
+        assert torch.equal(pipe.step(X, target=Y), expected)
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_the_state_of_a_frozen_layer_survives_every_plan(tmp_path: Path, between: int) -> None:
+    """Adagrad makes a state for frozen parameters too; the layer is trained, frozen, resumed twice, trained again."""
+
+    def resumed(ranks: int, before: str = "") -> Pipeline:
+        optimizer = partial(torch.optim.Adagrad, lr=0.1)
+        pipe = jobs.piped(places.OneProcess(ranks), layers(count=3), optimizer=optimizer)
+        if before:
+            pipe.model[1].requires_grad_(False)
+            pipe.load(tmp_path / before)
+        return pipe
+
+    with resumed(2) as first:
+        first.step(X, target=Y)
+        first.save(tmp_path / "one")
+        first.model[1].requires_grad_(False)
+        first.step(X, target=Y)
+        first.model[1].requires_grad_(True)
+        expected = [first.step(X, target=Y).clone() for _ in range(2)]
+    with resumed(between, "one") as second:
+        second.step(X, target=Y)
+        second.save(tmp_path / "two")
+    with resumed(2, "two") as third:
+        third.model[1].requires_grad_(True)
+        assert all(torch.equal(third.step(X, target=Y), loss) for loss in expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_layers_that_were_frozen_from_the_start_load_under_every_plan(tmp_path: Path, before: int, after: int) -> None:
+    """Also if a stage has nothing but frozen layers, and the optimizer has a state for each parameter."""
+
+    def frozen_in_the_middle(ranks: int) -> Pipeline:
+        model = layers(count=3)
+        model[1].requires_grad_(False)
+        return jobs.piped(places.OneProcess(ranks), model, optimizer=partial(torch.optim.Adagrad, lr=0.1))
+
+    with frozen_in_the_middle(before) as pipe:
+        pipe.step(X, target=Y)
+        pipe.save(tmp_path)
+        expected = pipe.step(X, target=Y).clone()
+    with frozen_in_the_middle(after) as pipe:
+        pipe.load(tmp_path)
         assert torch.equal(pipe.step(X, target=Y), expected)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 from collections import Counter
 from functools import partial
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
@@ -105,6 +108,81 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path: Path) -> None:
             pipe.load(tmp_path / "nowhere")
         with pytest.raises(MissingCheckpointError, match=r"has neither manifest.json nor folders with one"):
             pipe.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("plain.pt", "plain.pt"),
+        ("plain", "plain"),  # a file of torch.save without a suffix
+        ("weights.safetensors", "weights.safetensors"),
+        ("hub/model.safetensors", "hub"),
+        ("hub/pytorch_model.bin", "hub"),
+        ("runs/checkpoint-500/model.safetensors", "runs"),
+    ],
+)
+def test_weights_that_save_did_not_write_are_no_missing_checkpoint(tmp_path: Path, name: str, given: str) -> None:
+    """A script that starts at step 0 if the checkpoint is missing must not do so. The remedy works."""
+    weights = layers().state_dict()
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(weights, tmp_path / name)
+    else:
+        torch.save(weights, tmp_path / name)
+    with piped(layers()) as pipe:
+        pipe.step(X, target=Y)
+        with pytest.raises(CheckpointError, match="is a file of weights, without a step, a seed and a plan") as caught:
+            pipe.load(tmp_path / given)
+        assert not isinstance(caught.value, FileNotFoundError)
+        remedy = re.search(r"load weights with pipe\.(load_state_dict\(.*?\)\)),", str(caught.value))[1]
+        for parameter in pipe.parameters():
+            parameter.data.zero_()
+        eval(f"pipe.{remedy}", {"pipe": pipe, "torch": torch, "safetensors": safetensors})
+        assert_equal_bits(pipe.state_dict(), weights)
+
+
+def test_what_is_no_folder_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with piped() as pipe:
+        pipe.save(tmp_path / "run")
+        (data,) = (tmp_path / "run").glob("data-*")
+        (tmp_path / "notes.txt").write_text("the user's own")
+        for path, said in (
+            (
+                tmp_path / "run" / "manifest.json",
+                f"is a part of a checkpoint; pass the checkpoint's folder, {tmp_path}/run",
+            ),
+            (data, f"is a part of a checkpoint; pass the checkpoint's folder, {tmp_path}/run"),
+            (
+                data / "part-00000.safetensors",
+                f"is a part of a checkpoint; pass the checkpoint's folder, {tmp_path}/run",
+            ),
+            (tmp_path / "notes.txt", "notes.txt is a file; pass a folder"),
+        ):
+            with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+                pipe.load(path)
+            assert not isinstance(caught.value, MissingCheckpointError)
+        with pytest.raises(InputError, match=r"got 'run'; pass the tensors, such as torch.load\(path\), or load a"):
+            pipe.load_state_dict("run")  # type: ignore[arg-type]
+
+
+def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) -> None:
+    """Also if the folder has files that are no weights, such as logs."""
+    with piped() as pipe:
+        pipe.save(tmp_path / "one")
+        pipe.save(tmp_path / "several", keep=2)
+        (tmp_path / "one" / "manifest.json").unlink()
+        (tmp_path / "several" / "step-00000000" / "manifest.json").unlink()
+        (tmp_path / "one" / "log.csv").write_text("step,loss")
+        for name in ("one", "several"):
+            with pytest.raises(MissingCheckpointError, match=r"has neither manifest.json nor folders with one"):
+                pipe.load(tmp_path / name)
+
+
+def test_over_a_mesh_every_rank_is_told_of_a_file_of_weights(ranks: Ranks, tmp_path: Path) -> None:
+    torch.save(layers().state_dict(), tmp_path / "plain.pt")
+    for said in ranks.run(2, jobs.load_error, str(tmp_path / "plain.pt")):
+        assert said.startswith("CheckpointError: ")
+        assert "is a file of weights" in said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

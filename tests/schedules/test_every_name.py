@@ -80,3 +80,17 @@ def train(name, p, m, program) -> None:
             assert torch.equal(gradient, due)
         else:
             torch.testing.assert_close(gradient, due)
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (4, 1), (4, 3)])
+def test_measured_costs_cut_the_model_if_a_direction_has_no_micro_batch(name: str, p: int, m: int) -> None:
+    own = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    plain = copy.deepcopy(own)
+    loss = reference_step(plain, X, target=Y, loss_fn=functional.cross_entropy, num_microbatches=m)
+    options = {"loss_fn": functional.cross_entropy, "num_microbatches": m}
+    with Pipeline(own, X[: -(-ROWS // m)], devices=["cpu"] * p, schedule=name, **options) as pipe:
+        assert torch.equal(pipe.step(X, target=Y), loss)
+        assert pipe.evaluate(X, target=Y).isfinite()
+    for one, other in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)  # two directions add gradients in another order

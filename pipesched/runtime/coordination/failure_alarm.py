@@ -22,7 +22,7 @@ from typing import Any
 from torch import distributed
 
 from pipesched.runtime.coordination.failure_notices import LONGEST, Address, Fault, told
-from pipesched.runtime.coordination.rank_activity import ENDED, Activity, Doing, State, blamed
+from pipesched.runtime.coordination.rank_activity import ENDED, Activity, Doing, State, blamed, different_methods
 from pipesched.runtime.coordination.rendezvous import AbsentError, ranks_of
 from pipesched.runtime.coordination.stores import Store, StoreLostError, asked, missing
 from pipesched.runtime.coordination.stuck_collectives import Stuck
@@ -368,7 +368,7 @@ class Alarm:
         ours = told(guess, self._others(), _PATIENCE_S, until=listener.settled.is_set)
         if listener.settled.is_set():
             return
-        found = blamed({self.name: state, **ours}, self._timeout_s)
+        found = blamed({self.name: state, **ours}, self._timeout_s) or different_methods({self.name: state, **ours})
         elsewhere = self._elsewhere_now()
         theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")

@@ -17,7 +17,18 @@ from pipesched.program.actions import Action, Kind
 if TYPE_CHECKING:
     from pipesched.runtime.executors.interpreter import Stamps
 
-__all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at", "said"]
+__all__ = [
+    "COLLECTIVE",
+    "ENDED",
+    "SILENT",
+    "Activity",
+    "Doing",
+    "State",
+    "blamed",
+    "different_methods",
+    "doing_at",
+    "said",
+]
 
 #: The activity of a rank: it has raised an error ("raised"), runs the model's or the user's code ("works"), waits for
 #: another rank ("waits"), or is in a collective of torch.distributed ("collective").
@@ -53,6 +64,8 @@ class State(NamedTuple):
     seconds: float
     #: For each other rank, keyed by its name: the last action whose result was received from it.
     last: dict[str, str]
+    #: The last method of the pipeline that the user called, such as "step"; "" if there was none.
+    method: str = ""
 
 
 class Activity:
@@ -65,6 +78,7 @@ class Activity:
         self._names = names
         self._thread = threading.get_ident()
         self.call = ""  # the current call; "" between calls
+        self.method = ""  # the last method that the user called
         self.since_s = time.monotonic()  # when the current call began, or the last call ended
         self._stamps: Stamps | None = None
         self._placement: Sequence[int] = ()
@@ -141,17 +155,17 @@ class Activity:
         stamps = self._stamps
         seconds = time.monotonic() - self.since_s
         if stamps is None:
-            return State(doing, self.call, place, seconds, {})
+            return State(doing, self.call, place, seconds, {}, self.method)
         position = next((index for index, end in enumerate(stamps.ends) if end is None), None)
         last = self._last(stamps.order[:position])
         if position is None:
-            return State(doing, self.call, place, seconds, last)
+            return State(doing, self.call, place, seconds, last, self.method)
         start = stamps.starts[position]
         if isinstance(start, float):  # a host time; a device event cannot be read before the step ends
             seconds = time.perf_counter() - start
         action = stamps.order[position]
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
-        return State(doing, what, place, seconds, last)
+        return State(doing, what, place, seconds, last, self.method)
 
     def _last(self, done: Sequence[Action]) -> dict[str, str]:
         return {
@@ -204,9 +218,24 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
     late = max(busy, key=lambda name: busy[name].seconds, default=None)
     if late is None or busy[late].seconds < timeout_s / 2:
         return None
-    _, what, place, seconds, _ = busy[late]
+    what, place, seconds = busy[late].what, busy[late].place, busy[late].seconds
     why = f"has been in {what}" if what else "has been in code outside the pipeline"
     return [late], f"it {why} for {seconds:.1f} s{f', at {place}' if place else ''}"
+
+
+def different_methods(answers: Mapping[str, State | str]) -> tuple[list[str], str] | None:
+    """Return the names of the ranks that wait in calls of different methods, and the methods; None if there are none.
+
+    ``answers`` maps the names of ranks to their replies.
+    """
+    waiting = {name: one for name, one in answers.items() if isinstance(one, State) and one.what and one.method}
+    if len({state.method for state in waiting.values()}) < 2:
+        return None
+    names = sorted(waiting, key=lambda name: (len(name), name))
+    called = ", ".join(f"{name} called {waiting[name].method}" for name in names)
+    return names, (
+        f"all ranks must call the same method; {called}; call the same methods on every rank, in the same order"
+    )
 
 
 def _quiet(name: str, answer: State | str, last: str | None, several: bool) -> str:

@@ -194,7 +194,8 @@ class ProcessExecutor:
         order = self._own_order(program.orders if run_spec.orders is None else run_spec.orders)
         messages = self._messages_of(program, order)
         keys, batch = messages.keys(looks, caller.grad)
-        wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
+        step = digest(b"%d %s" % (self._steps, self._activity.method.encode()))
+        wire.open(keys, self._agreed(program) + batch + step)
         self._steps += 1
         run_spec.prepare(caller)
         start_s = time.perf_counter()
@@ -374,6 +375,10 @@ class ProcessExecutor:
         """
         with self._one_at_a_time(call):
             yield
+
+    def enter(self, method: str) -> None:
+        """Record the method of the pipeline that the user calls, for messages about ranks that call others."""
+        self._activity.method = method
 
     def exchange(self, value: Any) -> list[Any]:
         """All-gather in this replica: return each rank's value in pipeline order, with tensors on this device.

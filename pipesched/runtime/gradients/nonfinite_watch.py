@@ -56,7 +56,10 @@ class NonfiniteWatch:
                     note = Nonfinite(True, number, -place, layer)
                     tensor.register_hook(lambda grad, note=note: self._note(note, grad))
 
-    def _note(self, note: Nonfinite, tensor: Tensor) -> None:
+    def _note(self, note: Nonfinite, tensor: Tensor | None) -> None:
+        """Record a value. ``tensor`` is None for the gradient of an output that nothing used: torch passes no zeros."""
+        if tensor is None:
+            return
         with torch.no_grad():
             self._notes.append((note, torch.linalg.vector_norm(tensor, float("inf"))))
 

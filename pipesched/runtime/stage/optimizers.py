@@ -37,7 +37,9 @@ class _Heir:
 class Inheritance:
     """Prepares the optimizers for the stages of a new plan. The old optimizers do not change until ``take`` is called.
 
-    A stage gets an optimizer if at least one of its parameters is trainable or was in an old stage's optimizer.
+    Every stage with parameters gets an optimizer, frozen parameters included: as in plain PyTorch, their states are
+    saved, and they are trained once they are unfrozen. The exception is a stage of frozen parameters for which
+    ``make`` raises ValueError, as torch does for an empty list of parameters: ``make`` selects the trainable ones.
 
     Args:
         make: creates an optimizer for a list of parameters.
@@ -58,11 +60,9 @@ class Inheritance:
         held = {p: (optimizer, group) for optimizer in before.values() for group, p in _members(optimizer)}
         self._heirs: dict[int, _Heir] = {}
         for index, parameters in stages.items():
-            if not any(parameter.requires_grad or parameter in held for parameter in parameters):
-                continue
             optimizer = before.get(index)
             own = [parameter for parameter in parameters if optimizer is None or parameter not in held]
-            made = _checked(make(own), own) if own else None
+            made = _made(make, own)
             optimizer = optimizer or made
             if optimizer is None:
                 continue
@@ -86,6 +86,19 @@ class Inheritance:
                 del heir.optimizer.state[key]
             heir.optimizer.state.update(heir.states)
         return {index: heir.optimizer for index, heir in self._heirs.items()}
+
+
+def _made(make: Callable[[list[Any]], Any], parameters: list[Any]) -> Optimizer | None:
+    """Return the optimizer of these parameters; None if there is nothing that the user's function puts into one."""
+    if not parameters:
+        return None
+    try:
+        made = make(parameters)
+    except ValueError:
+        if any(parameter.requires_grad for parameter in parameters):
+            raise
+        return None
+    return _checked(made, parameters)
 
 
 def _checked(made: Any, parameters: list[Any]) -> Optimizer:

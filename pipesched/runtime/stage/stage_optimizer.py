@@ -20,7 +20,7 @@ class StageOptimizer:
     def __init__(self, modules: Mapping[str, nn.Module], layers: Iterable[str]) -> None:
         self._modules = modules
         self._layers = layers
-        #: The user's optimizer; None if the stage had no trainable parameter when the pipeline was made.
+        #: The user's optimizer; None if it had nothing to hold when the pipeline was made.
         self.wrapped: Optimizer | None = None
         #: Updates this replica's part of the parameters; None if every replica updates all parameters.
         self.sharded: ShardedUpdate | None = None
@@ -104,7 +104,7 @@ class StageOptimizer:
             optimizer.zero_grad()
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
             raise ExecutionError(
-                f"a stage whose parameters were all frozen when the pipeline was made has no optimizer; parameters of "
-                f"its layers {', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze the "
-                f"parameters again"
+                f"a stage has no optimizer if its parameters were all frozen when the pipeline was made and optimizer= "
+                f"takes only trainable ones; parameters of its layers {', '.join(self._layers)} have gradients now; "
+                f"make a new Pipeline, or freeze the parameters again, or let optimizer= take all parameters"
             )

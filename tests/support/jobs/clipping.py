@@ -386,3 +386,34 @@ def fail_before_norms(group: Any) -> tuple[str, str]:
         except Exception as error:
             return type(error).__name__, str(error)
     return "", ""
+
+
+class WithEmpty(nn.Module):
+    """A layer with a parameter that has no elements, such as an empty adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(6, 6), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + self.extra.sum()
+
+
+def train_with_empty(group: Any, numerics: dict[str, Any]) -> None:
+    """Check that a step with a scaler or with clipping gives the weights of a plain loop."""
+    given = dict(numerics)
+    if "scaler" in given:
+        given["scaler"] = GradScaler("cpu", init_scale=given["scaler"])
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 6), nn.Sequential(WithEmpty(), WithEmpty())
+    plain = copy.deepcopy(model)
+    reference_step(plain, x, target=x, loss_fn=functional.mse_loss, num_microbatches=4)
+    if "scaler" not in given:
+        grads = [p for p in plain.parameters() if p.numel()]  # torch has no infinity norm of an empty tensor
+        torch.nn.utils.clip_grad_norm_(grads, 0.1, math.inf)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    options = {"optimizer": lambda own: torch.optim.SGD(own, lr=0.1), "numerics": Numerics(**given)}
+    with pipeline(group, model, x[:2], loss_fn=functional.mse_loss, **options) as pipe:
+        pipe.step(x, target=x)
+        expected = plain.state_dict()
+        assert all(torch.allclose(value, expected[name]) for name, value in pipe.state_dict().items())

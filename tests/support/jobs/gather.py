@@ -303,3 +303,36 @@ def without_contents(group: Any) -> tuple[str, str]:
             pipe.model(X)
         pipe.step(X, target=Y)
     return found
+
+
+class OwnLoss(nn.Module):
+    """A loss module with a weight of its own, which only the last rank trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output * self.scale, target)
+
+
+def one_criterion(group: Any, kind: str) -> str:
+    """Train two models over a mesh and one in this process with one loss module, and call the module.
+
+    Returns the error of a call of the module after the first step.
+    """
+    made = {"plain": nn.CrossEntropyLoss, "weighted": lambda: nn.CrossEntropyLoss(torch.ones(4)), "own": OwnLoss}
+    criterion = made[kind]()
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        same = copy.deepcopy(model)
+        expected = criterion(model(X), Y)
+        with pipeline(group, model, boundaries=[1], loss_fn=criterion) as pipe:
+            assert torch.allclose(pipe.step(X, target=Y), expected)
+            found = said(lambda: criterion(torch.randn(16, 4), Y))
+            if kind == "own":
+                return found
+    with Pipeline(same, X[:4], devices=["cpu"] * 2, loss_fn=criterion, num_microbatches=4) as pipe:
+        assert torch.allclose(pipe.step(X, target=Y), expected)
+    return found

@@ -31,6 +31,11 @@ def error_of(call: Any) -> str:
     return ""
 
 
+def load_error(group: Group, path: str) -> str:
+    with piped(group) as pipe:
+        return error_of(lambda: pipe.load(path))
+
+
 class Average:
     """An object with a state: ten times the weights of this rank, in place of averages of the weights."""
 
