@@ -317,11 +317,10 @@ class _Recorder(TorchFunctionMode):
             before = [(key, one, one._version) for key, one in held if not one.is_inference()]
             called = name in self._counts
             buffers = [(one, one._version, one.clone()) for _, one in held if called]
-            leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            values = tuple(self._value.get(id(leaf)) for leaf in leaves)
+            leaves = pytree.tree_leaves((args, kwargs))
+            values = tuple(self._value.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
-            self._by_the_way.clear()
-            self._reached.clear()
+            self._forget_layer()
             self._own = set(map(id, own.values()))
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             if self._scout is None or not self._scout.is_plain(name):
@@ -355,6 +354,10 @@ class _Recorder(TorchFunctionMode):
         if told:
             self._capture.told[call.index] = told
         return result
+
+    def _forget_layer(self) -> None:
+        self._by_the_way.clear()
+        self._reached.clear()
 
     def _note_uses(self, call: Call, own: Collection[str]) -> None:
         """Record the weights and buffers that a layer's call uses. ``own`` holds the names of the layer's tensors."""
