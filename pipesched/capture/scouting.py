@@ -5,7 +5,7 @@ returns meta tensors of the right shapes. If the code reads a value that a layer
 the value that the code read on a known path. The stages compare the calls with this path later.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.capture import Call, Capture
 from pipesched.capture.code_draws import CodeDraws
+from pipesched.capture.size_rules import SizeRules
 from pipesched.model.module_tree import recorders_of
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import call_beside
@@ -61,12 +62,21 @@ class _Result:
         same = self.tensors == other.tensors and self.pattern.numbers == other.pattern.numbers
         return same and self.pattern.is_like(other.pattern)
 
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, shape in self.tensors for size in shape]
+
+    def with_sizes(self, sizes: Iterable[int]) -> "_Result":
+        """Return the form of a result that has other sizes."""
+        rest = iter(sizes)
+        return _Result(self.pattern, [(dtype, torch.Size(next(rest) for _ in shape)) for dtype, shape in self.tensors])
+
     def stand_ins(self) -> Any:
         return self.pattern.build(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.tensors)
 
 
 class LayerForms:
-    """The forms of the results of layers. Each layer runs once, and each kind of layer once for each new form.
+    """The forms of the results of layers. Each layer runs once, and each kind of layer a few times.
 
     Layers are of one kind if they have the same class and shapes of weights, and gave results of the same form when
     they first ran with arguments of the same form.
@@ -81,6 +91,8 @@ class LayerForms:
         self._kinds: dict[str, int] = {}
         self._first: dict[Any, list[tuple[_Result, int]]] = {}
         self._results: dict[Any, _Result] = {}
+        #: (kind, mode, form of the arguments without sizes) -> a result, and the rules for its sizes
+        self._rules: dict[Any, tuple[_Result, SizeRules]] = {}
 
     @classmethod
     def of(cls, capture: Capture) -> "LayerForms":
@@ -100,22 +112,42 @@ class LayerForms:
     ) -> Any:
         """Return stand-ins for the result of a layer's call. ``again`` returns copies of the arguments."""
         form = form_of_call(*pytree.tree_flatten((args, kwargs))) if name in self.own else None
-        key = self._kinds.get(name), layer.training, form
-        if form is not None and key in self._results:
-            result = self._results[key].stand_ins()
+        known = None if form is None else self._known(name, layer.training, form)
+        if known is not None:
+            result = known.stand_ins()
             for record in recorders_of(layer):
                 record(layer, args, result)
             return result
         with outside_kept():
             result = call_beside(layer, args, kwargs, again)
-        if form is None or not all(tensor.is_meta for tensor in tensors_in(result)):
-            return result  # has values that the code may read
-        made = _Result.of(result)
-        if len(self._results) >= _MOST_FORMS:
-            self._results.clear()
-        kind = self._kinds.setdefault(name, self._kind(layer, form, made))
-        self._results[kind, layer.training, form] = made
+        if form is not None and all(tensor.is_meta for tensor in tensors_in(result)):  # else the code may read values
+            self._learn(name, layer, form, _Result.of(result))
         return result
+
+    def _known(self, name: str, training: bool, form: Form) -> _Result | None:
+        kind = self._kinds.get(name)
+        if (found := self._results.get((kind, training, form))) is not None:
+            return found
+        sort, sizes = _apart(form)
+        if (kind, training, sort) not in self._rules:
+            return None
+        result, rules = self._rules[kind, training, sort]
+        predicted = rules.predict(sizes)
+        return None if predicted is None else result.with_sizes(predicted)
+
+    def _learn(self, name: str, layer: nn.Module, form: Form, made: _Result) -> None:
+        kind = self._kinds.setdefault(name, self._kind(layer, form, made))
+        for table in (self._results, self._rules):
+            if len(table) >= _MOST_FORMS:
+                table.clear()
+        self._results[kind, layer.training, form] = made
+        sort, sizes = _apart(form)
+        result, rules = self._rules.setdefault((kind, layer.training, sort), (made, SizeRules()))
+        same = result.pattern.is_like(made.pattern) and result.pattern.numbers == made.pattern.numbers
+        if same and len(result.sizes) == len(made.sizes):
+            rules.learn(sizes, made.sizes)
+        else:
+            self._rules[kind, layer.training, sort] = made, SizeRules()
 
     def _kind(self, layer: nn.Module, form: Form, made: _Result) -> int:
         """Return the kind of a layer that has run for the first time."""
@@ -124,6 +156,20 @@ class LayerForms:
         kind = next((kind for other, kind in alike if made.is_like(other)), len(self._kinds))
         alike.append((made, kind))
         return kind
+
+
+def _apart(form: Form) -> tuple[Form, list[int]]:
+    """Return a form without the sizes of tensors, and the sizes."""
+    sort: list[Any] = []
+    sizes: list[int] = []
+    for part in form:
+        if isinstance(part, tuple) and len(part) > 2:
+            dtype, shape, is_meta = part
+            sort.append((dtype, len(shape), is_meta))
+            sizes += shape
+        else:
+            sort.append(part)
+    return tuple(sort), sizes
 
 
 class Scout:
