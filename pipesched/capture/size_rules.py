@@ -34,7 +34,7 @@ class SizeRules:
         """Return the sizes of the results of a call with arguments of these sizes; None if they are not certain."""
         if self._candidates is None or len(self._seen) < _ENOUGH:
             return None
-        sizes = []
+        sizes: list[int] = []
         for candidates, constant in zip(self._candidates, self._constants, strict=True):
             found = {constant if one is None else given[one] for one in candidates}
             if len(found) != 1:
