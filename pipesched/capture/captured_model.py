@@ -50,6 +50,8 @@ class CapturedModel:
 
     """
 
+    may_branch = True
+
     def __init__(
         self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
     ) -> None:

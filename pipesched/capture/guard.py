@@ -22,7 +22,7 @@ class _Step(NamedTuple):
     call: Call
     func: Any
     leaves: list[Any]
-    spec: pytree.TreeSpec
+    spec: Any
     #: (position in ``leaves``, Value of the tensor)
     slots: list[tuple[int, Value]]
     #: The number of earlier random calls; None for a function that draws nothing.

@@ -44,6 +44,9 @@ class LayerError(Exception):
 class LayeredModel(Protocol):
     """A model as a sequence of layers."""
 
+    #: Whether code between layers may take another path for a micro-batch than for the sample.
+    may_branch: bool
+
     @property
     def layers(self) -> Mapping[str, nn.Module]:
         """The layers at which a stage may begin, keyed by name, in the order in which they run."""
@@ -243,6 +246,8 @@ def _check_is_open(model: nn.Module) -> None:
 
 class LayersInARow:
     """An nn.Sequential whose layers share no parameters."""
+
+    may_branch = False
 
     def __init__(
         self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()

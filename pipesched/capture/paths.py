@@ -21,7 +21,7 @@ from pipesched.capture.code_draws import CodeDraws
 from pipesched.capture.guard import Guard, guard_of
 from pipesched.capture.recorder import record
 from pipesched.capture.recording import Recording
-from pipesched.capture.scouting import Form, LayerForms, Scout, UnknownValueError, form_of_call
+from pipesched.capture.scouting import Form, LayerForms, Scout, form_of_call
 from pipesched.errors import GraphError
 from pipesched.model.containers import MetaTwin
 from pipesched.tensors.keyed_random import Key, KeyedRandom
@@ -211,7 +211,7 @@ class Paths:
         try:
             with torch.enable_grad() if self._mode else torch.no_grad():
                 capture = record(twin.layer, layers, args, kwargs, made=made, scout=scout)
-        except (GraphError, UnknownValueError):
+        except Exception:  # the stages raise the error of the user's code
             return None
         capture.outside = self._recording.capture.outside - {""} | ({""} if draws.drew_outside else set())
         return capture

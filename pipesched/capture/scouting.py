@@ -5,7 +5,7 @@ returns meta tensors of the right shapes. If the code reads a value that a layer
 the value that the code read on a known path. The stages compare the calls with this path later.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class UnknownValueError(Exception):
     """The code between layers reads a value that layers compute, at a point that no known path has reached."""
 
 
-def form_of_call(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Form | None:
+def form_of_call(leaves: Sequence[Any], spec: Hashable) -> Form | None:
     """Return the form of flattened arguments; None if an argument is an object, whose attributes may be anything."""
     found: list[Any] = [spec]
     for leaf in leaves:

@@ -132,6 +132,7 @@ class Assembly:
         self.rules = spec.rules
         self._filling_s = 0.0
         self._spec = spec
+        self.layered = spec.layered
         self._host = host
         offloads = offloading(programs.checkpoint, self.cut)
         program = programs.connect(spec.layered.edges(self.cut), offloads)
@@ -193,11 +194,6 @@ class Assembly:
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
             spec.updates_by_rules and bool(self.ties.parameters)
         )
-
-    @property
-    def layered(self) -> LayeredModel:
-        """The model as a sequence of layers."""
-        return self._spec.layered
 
     @property
     def zero(self) -> int:
@@ -295,7 +291,7 @@ class Assembly:
         """
         host = self._host
         placement = self.program.placement
-        for layer, name, stage in self._spec.layered.reached(self.cut):
+        for layer, name, stage in self.layered.reached(self.cut):
             home = self.owners.rank(name)
             rank = placement[stage]
             if home == rank:

@@ -228,25 +228,26 @@ class StepRunner:
         assembly.members.check()
         self._guard.check(changes=method == "step" or self._model.training)
 
-        running = self._running
-        # with inputs="first", the batch holds the micro-batches of all replicas
-        replica = 0 if host.replicas_per_batch > 1 else host.grid.replica
-
-        def make_with_paths() -> StepCall:
-            call = make()
-            first = Key(running.seed, running.step, replica * len(call.batch.rows))
-            found = assembly.layered.find_paths(call.batch.inputs, first, assembly.cut)
-            is_plain = not (found.paths or found.forgotten)
-            return call if is_plain else replace(call, batch=replace(call.batch, paths=found))
-
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
             size = len(call.batch.rows) // host.replicas_per_batch
             return dealt(call, assembly.programs.of(size).plain, assembly.bodies, host.grid.rows)
 
-        call = host.call(method, given.is_given, make_with_paths, deal)
+        if not assembly.layered.may_branch:
+            return host.call(method, given.is_given, make, deal)
+        call = host.call(method, given.is_given, lambda: self._with_paths(make()), deal)
         if not given.is_given:
             assembly.layered.learn_paths(call.batch.paths)
         return call
+
+    def _with_paths(self, call: StepCall) -> StepCall:
+        """Return the call with the path of each micro-batch through the model's code."""
+        running = self._running
+        # with inputs="first", the batch holds the micro-batches of all replicas
+        replica = 0 if running.host.replicas_per_batch > 1 else running.host.grid.replica
+        first = Key(running.seed, running.step, replica * len(call.batch.rows))
+        found = running.assembly.layered.find_paths(call.batch.inputs, first, running.assembly.cut)
+        is_plain = not (found.paths or found.forgotten)
+        return call if is_plain else replace(call, batch=replace(call.batch, paths=found))
 
     def _modes(self) -> Facts:
         return modes_of_model(self._model, whole=self._running.assembly.wrapped)

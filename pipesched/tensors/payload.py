@@ -30,6 +30,7 @@ __all__ = [
     "gather",
     "has_a_row_each",
     "is_record",
+    "leaf_spec",
     "memory_of",
     "opened",
     "pytree",
@@ -82,7 +83,7 @@ class Payload:
         By default, the payload's tensors share memory and version counters with the value's tensors.
         """
         if isinstance(value, Tensor):  # the usual case
-            return cls((detached(value),), (0,), _leaf(), (value.requires_grad,))
+            return cls((detached(value),), (0,), leaf_spec(), (value.requires_grad,))
         leaves, places, spec = _distinct(value)
         needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         apart = tuple([detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -126,7 +127,7 @@ class Payload:
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
         """Return the value, rebuilt with ``tensors`` in place of the tensors in ``wanted``."""
-        if self.spec is _leaf():
+        if self.spec is leaf_spec():
             return (tensors or self.leaves)[0]
         if not tensors or len(self.leaves) == 1:
             return self._together(tensors or self.leaves)
@@ -147,20 +148,21 @@ class Payload:
     def _together(self, leaves: Sequence[Any]) -> Any:
         if self.spec is _argument():
             return (leaves[0],), {}
-        if self.spec is _leaf() or self.spec.is_leaf():
+        if self.spec is leaf_spec() or self.spec.is_leaf():
             return leaves[0]
         return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
 
 
 @cache
-def _leaf() -> pytree.TreeSpec:
+def leaf_spec() -> pytree.TreeSpec:
+    """Return the structure of a value that is a single leaf."""
     return pytree.tree_structure(0)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Flatten like ``pytree.tree_flatten``, with a fast path for a single tensor and for (args, kwargs) of tensors."""
     if isinstance(value, Tensor):
-        return [value], _leaf()
+        return [value], leaf_spec()
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
         leaves = [*value[0], *value[1].values()]
         if len(leaves) == len(value[0]) == 1 and isinstance(leaves[0], Tensor):

@@ -20,7 +20,7 @@ ROOT = Path(pipesched.__file__).parent
 FILES = {
     "capture": {"stage_body"},
     "model": {"module_tree", "stale_weights"},
-    "pipeline": {"pipeline", "step_runner", "uneven_orders"},
+    "pipeline": {"assembly", "pipeline", "step_runner", "uneven_orders"},
     "planning": {"program_factory"},
     "program": {"near_equal_parts"},
     "runtime": {"microbatches", "rank_host", "step_call"},

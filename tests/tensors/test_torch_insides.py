@@ -78,6 +78,6 @@ def test_probes_draw_no_random_numbers() -> None:
 
 
 def test_a_process_that_only_receives_dataclasses_knows_how_to_rebuild_them() -> None:
-    code = "from pipesched.tensors.payload import Opened, pytree; print(pytree.tree_leaves(Opened([1, 2], object)))"
+    code = "from pipesched.tensors.payload import *; print(pytree.tree_leaves(Opened(dict(a=1, b=2), object)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[1, 2]\n"
