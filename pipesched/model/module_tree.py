@@ -160,21 +160,18 @@ class Members:
             modules = holder._modules
             # A Sequential or ModuleList may run all its modules; other containers call modules by name.
             own = None if isinstance(holder, nn.Sequential | nn.ModuleList) else list(keys)
-            self._held.append((name, modules, own, _members(modules, own)))
+            known = dict(modules) if own is None else {key: modules.get(key) for key in own}
+            self._held.append((name, modules, own, known))
 
     def check(self) -> None:
         """Raise GraphError if a module has been replaced or removed since this object was created."""
         for name, modules, keys, known in self._held:
-            now = _members(modules, keys)
+            now = modules if keys is None else {key: modules.get(key) for key in keys}
             if list(now.values()) != list(known.values()):
                 raise GraphError(
                     f"a model must keep the modules that it had when the pipeline was built; in {name or 'the model'}, "
                     f"{_change(known, now)}; restore the old modules, or close this pipeline and build a new one"
                 )
-
-
-def _members(modules: Mapping[str, nn.Module | None], keys: list[str] | None) -> dict[str, nn.Module | None]:
-    return dict(modules) if keys is None else {key: modules.get(key) for key in keys}
 
 
 def _change(known: Mapping[str, Any], now: Mapping[str, Any]) -> str:
