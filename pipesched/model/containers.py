@@ -240,7 +240,8 @@ class Shells(_Copies):
             return known
         name = self._names.get(id(module))
         kind: Any = type(module)
-        copy = self._copies[id(module)] = object.__new__(container_class(kind) if name is None else kind)
+        copy: nn.Module = object.__new__(container_class(kind) if name is None else kind)
+        self._copies[id(module)] = copy
         copy.__dict__.update(module.__dict__)
         if name is None:
             self._pairs.append((module, copy))
