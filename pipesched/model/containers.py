@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipesched.errors import GraphError
 from pipesched.model.attributes import Attributes, attribute, set_attributes
 from pipesched.model.module_tree import hooks_of, is_recorder
+from pipesched.model.padded_encoder import container_class
 from pipesched.model.state_guard import same_bits
 from pipesched.tensors.torch_insides import is_compiled
 
@@ -237,9 +238,11 @@ class Shells(_Copies):
         known = self._copies.get(id(module))
         if known is not None:
             return known
-        copy = self._copies[id(module)] = object.__new__(type(module))
-        copy.__dict__.update(module.__dict__)
         name = self._names.get(id(module))
+        kind: Any = type(module)
+        copy: nn.Module = object.__new__(container_class(kind) if name is None else kind)
+        self._copies[id(module)] = copy
+        copy.__dict__.update(module.__dict__)
         if name is None:
             self._pairs.append((module, copy))
             copy.__dict__["_modules"] = dict(self._children(module))

@@ -33,6 +33,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
 from pipesched.runtime.step_metrics import RunResults, StepMetrics
+from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
 from pipesched.units import counted
@@ -256,24 +257,15 @@ class StepRunner:
         args, kwargs, target, microbatches = given
         if microbatches is not None:
             return self._batch_as_given(method, given)
-        if self._has_loss_fn and target is None:
-            if 0 < self._num_inputs < len(args):
-                inputs = "x" if self._num_inputs == 1 else "..."
-                raise InputError(
-                    f"the target must be passed to {method}() as a keyword; got {len(args)} positional arguments and "
-                    f"no target=, but the sample has {counted(self._num_inputs, 'positional argument')}; call "
-                    f"{method}({inputs}, target=y)"
-                )
+        if self._has_loss_fn and target is None and 0 < self._num_inputs < len(args):
+            inputs = "x" if self._num_inputs == 1 else "..."
             raise InputError(
-                f"loss_fn(output, target) needs a target; none was passed; pass target=, or call forward(); for a loss "
-                f"of the output alone, return the loss from the model and leave loss_fn= out, or call "
-                f"{method}(x, target=x)"
+                f"the target must be passed to {method}() as a keyword; got {len(args)} positional arguments and "
+                f"no target=, but the sample has {counted(self._num_inputs, 'positional argument')}; call "
+                f"{method}({inputs}, target=y)"
             )
-        if not self._has_loss_fn and target is not None:
-            raise InputError(
-                "a target may only be passed to a pipeline with a loss_fn; this pipeline has none, and its model "
-                "computes its own loss; pass loss_fn= to Pipeline, or leave target= out"
-            )
+        has_loss_fn, call = self._has_loss_fn, f"{method}(x, target=x)"
+        check_target(target, has_loss_fn=has_loss_fn, call=call, without="call forward()")
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
     def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
@@ -299,14 +291,7 @@ class StepRunner:
             )
         host = self._running.host
         batch = self._running.splitter.as_given(microbatches, num_replicas=host.replicas_per_batch)
-        if self._has_loss_fn != bool(batch.targets):
-            raise InputError(
-                "every micro-batch must have a target if the pipeline has a loss_fn; this pipeline has a loss_fn, but "
-                "the micro-batches have no targets; pass Microbatch(..., target=...)"
-                if self._has_loss_fn
-                else "micro-batches may have targets only if the pipeline has a loss_fn; this pipeline has no loss_fn, "
-                "but the micro-batches have targets; pass loss_fn= to Pipeline, or leave target= out of Microbatch(...)"
-            )
+        check_given_targets(batch, has_loss_fn=self._has_loss_fn)
         return batch
 
     def _enqueue(self, call: StepCall, metrics: Metrics | None) -> Tensor:

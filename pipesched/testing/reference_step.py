@@ -21,11 +21,12 @@ from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
 from pipesched.program.tree_groups import num_tree_groups
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
-from pipesched.runtime.microbatches import Microbatch, SplitDims, Splitter
+from pipesched.runtime.microbatches import Batch, GivenBatch, Microbatch, SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_metrics import with_added
+from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
@@ -98,7 +99,8 @@ def reference_step(
 
     Raises:
         ModelTypeError: the model is not an nn.Module.
-        InputError: the batch cannot be split, or the loss is not a single number.
+        InputError: the batch cannot be split, there is a loss_fn but no target or a target but no loss_fn, or the
+            loss is not a single number.
 
     """
     whole = as_model(model)
@@ -116,10 +118,8 @@ def reference_step(
     first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
     weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction, reduction_order)
-    if microbatches is None:
-        batch = splitter.batch(args, kwargs, target, num_replicas=num_replicas)
-    else:
-        batch = splitter.as_given(microbatches, num_replicas=num_replicas)
+    given = GivenBatch(args, kwargs, target, microbatches)
+    batch = _split(splitter, given, has_loss_fn=loss_fn is not None, num_replicas=num_replicas)
     weighting = splitter.weighting(batch)
     factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
@@ -153,6 +153,17 @@ def reference_step(
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
     return with_added(total, step_data.added, weighting)
+
+
+def _split(splitter: Splitter, given: GivenBatch, *, has_loss_fn: bool, num_replicas: int) -> Batch:
+    args, kwargs, target, microbatches = given
+    if microbatches is not None:
+        batch = splitter.as_given(microbatches, num_replicas=num_replicas)
+        check_given_targets(batch, has_loss_fn=has_loss_fn)
+        return batch
+    call, without = "reference_step(model, x, loss_fn=loss_fn, target=x)", "call the model itself for its output"
+    check_target(target, has_loss_fn=has_loss_fn, call=call, without=without)
+    return splitter.batch(args, kwargs, target, num_replicas=num_replicas)
 
 
 class _PartSums:

@@ -45,6 +45,19 @@ def test_a_loss_that_never_comes_says_why(ranks: Ranks) -> None:
         assert all("the rank that computed it stopped without sending it" in said for said in unsent)
 
 
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_other_numbers_of_rows_by_rank_are_an_error_with_the_shapes(
+    ranks: Ranks, num_ranks: int, replicas: int
+) -> None:
+    full, fewer = "3 x float32[5, 8] and 1 x float32[4, 8]", "1 x float32[5, 8] and 3 x float32[4, 8]"
+    for text in ranks.run(num_ranks, jobs.other_rows, replicas):
+        assert "all ranks of a pipeline must pass the same batch; rank " in text
+        one, other = (full, fewer) if f"its micro-batches are {full}" in text else (fewer, full)
+        assert f"its micro-batches are {one}, but on this rank they are {other}; pass the same batch" in text
+        assert "DistributedSampler must count the replicas" in text
+        assert text.count("distributed=Distributed(inputs='first')") == 1
+
+
 # ---- inputs="first" -----------------------------------------------------------------------------------------------
 
 ENDS_SWAPPED = """microbatches 4

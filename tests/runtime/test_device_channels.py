@@ -96,4 +96,4 @@ def test_an_error_ends_what_stands_on_the_devices(ranks: Ranks) -> None:
 
 def test_another_batch_is_found_before_its_messages(ranks: Ranks) -> None:
     for text in over_links(ranks, 2, failures.different_batches):
-        assert "has a different batch in this step" in text
+        assert "has a different batch in this step: its micro-batches are 4 x float32[" in text

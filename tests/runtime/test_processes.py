@@ -179,7 +179,7 @@ def test_another_program_is_found_before_the_first_step(ranks: Ranks, odd: int) 
 
 def test_another_batch_is_found_before_a_message_of_another_size(ranks: Ranks) -> None:
     for text in ranks.run(2, failures.different_batches):
-        assert "has a different batch in this step" in text
+        assert "has a different batch in this step: its micro-batches are 4 x float32[" in text
 
 
 def test_a_process_that_ends_is_named(ranks: Ranks) -> None:

@@ -1,13 +1,17 @@
 """What pipesched.testing offers to authors of schedules."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-from pipesched import schedules
-from pipesched.errors import ScheduleError
+from pipesched import Microbatch, schedules
+from pipesched.errors import InputError, ScheduleError
 from pipesched.order import Order, Shape, schedule
-from pipesched.testing import check_schedule
+from pipesched.testing import check_schedule, reference_step
 
 
 def test_a_good_schedule_is_proved_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,3 +107,24 @@ def test_what_is_reported_was_proved(capsys: pytest.CaptureFixture[str]) -> None
 
     check_schedule(alone, max_ranks=1)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"loss_fn": functional.mse_loss},
+            r"loss_fn\(output, target\) needs a target; none was passed; pass target=, or call the model .*, or "
+            r"call reference_step\(model, x, loss_fn=loss_fn, target=x\)",
+        ),
+        ({"target": torch.zeros(4, 3)}, r"a target may only be passed to a pipeline with a loss_fn"),
+        (
+            {"loss_fn": functional.mse_loss, "microbatches": [Microbatch(torch.ones(2, 3))] * 2},
+            "every micro-batch must have a target if the pipeline has a loss_fn",
+        ),
+    ],
+)
+def test_a_reference_step_needs_a_target_for_its_loss_as_a_pipeline_does(given: dict[str, Any], message: str) -> None:
+    inputs = () if "microbatches" in given else (torch.ones(4, 3),)
+    with pytest.raises(InputError, match=message):
+        reference_step(nn.Linear(3, 3), *inputs, num_microbatches=2, **given)

@@ -5,6 +5,7 @@ Messages with equal layout keys are predicted to have equal layouts.
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,18 @@ def look(value: Any) -> Hashable:
     )
 
 
+def _described(looks: Sequence[Hashable]) -> str:
+    """Describe the shapes of micro-batches from their ``look``, as in "3 x float32[2, 8] and 1 x float32[1, 8]"."""
+    return " and ".join(f"{len([*same])} x {_shapes(one)}" for one, same in groupby(looks))
+
+
+def _shapes(looked: Any) -> str:
+    if not isinstance(looked, tuple):
+        return str(looked)
+    tensors = (part for part in looked if not isinstance(part, str))
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{[*shape]}" for dtype, shape in tensors)
+
+
 class OrderMessages:
     """Groups the messages of one rank's order by channel, and lists the messages of each channel in order.
 
@@ -51,7 +64,7 @@ class OrderMessages:
         #: The Rank bound to this order, if later runs may reuse it; otherwise None.
         self.rank: Rank | None = None
         self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
-        self._last: tuple[Any, tuple[Messages, bytes]] | None = None
+        self._last: tuple[Any, tuple[Messages, bytes, str]] | None = None
         for stage, kind, microbatch, peer in order:
             if peer is not None:
                 channels = self._edges.setdefault(ranks[program.placement[peer]], {})
@@ -78,8 +91,8 @@ class OrderMessages:
         """Return all channels of the order, each with an empty list of layout keys."""
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
-    def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """Return the layout keys of a step's messages, and a digest of the arguments.
+    def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes, str]:
+        """Return the layout keys of a step's messages, a digest of the arguments, and a description of the batch.
 
         Repeated calls with the same arguments return the same objects.
 
@@ -99,7 +112,7 @@ class OrderMessages:
                 }
                 for peer, channels in self._edges.items()
             }
-            self._last = asked, (keys, digest(repr(asked).encode()))
+            self._last = asked, (keys, digest(repr(asked).encode()), _described(looks))
         return self._last[1]
 
 

@@ -193,9 +193,9 @@ class ProcessExecutor:
         wire = self._open_wire()
         order = self._own_order(program.orders if run_spec.orders is None else run_spec.orders)
         messages = self._messages_of(program, order)
-        keys, batch = messages.keys(looks, caller.grad)
+        keys, batch, shapes = messages.keys(looks, caller.grad)
         step = digest(b"%d %s" % (self._steps, self._activity.method.encode()))
-        wire.open(keys, self._agreed(program) + batch + step)
+        wire.open(keys, self._agreed(program) + batch + step, shapes)
         self._steps += 1
         run_spec.prepare(caller)
         start_s = time.perf_counter()

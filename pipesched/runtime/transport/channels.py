@@ -338,6 +338,8 @@ SHARE = 6
 COLLECT = 8
 NORMS = 10
 
+_SAID_BYTES = 160  # of the text that describes a batch
+
 
 class _Neighbour:
     """The channels with one other rank: forward and backward, outgoing and incoming."""
@@ -356,14 +358,16 @@ class _Neighbour:
         self._opening: Work | None = None
         self.due = b""  # the bytes that the other end must send to open the run; b"" if there is nothing left to check
 
-    def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
+    def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes, batch: str) -> None:
         """Begin a run. If the run has outgoing messages, send ``identity`` and a digest of the predicted sizes.
 
         Args:
             keys: the layout keys of the run's messages, keyed by (outgoing, backward).
             identity: digests of the run, which must be identical at both ends.
+            batch: describes the batch, for the error message if the ends differ.
 
         """
+        said = batch.encode()[:_SAID_BYTES].ljust(_SAID_BYTES)
         for backward in (False, True):
             self.outgoing[backward].open(keys.get((True, backward), ()))
             self.incoming[backward].open(keys.get((False, backward), ()))
@@ -371,11 +375,11 @@ class _Neighbour:
             awaited(self._opening, self.peer)
         try:
             if any(outgoing for outgoing, _ in keys):
-                words = self._words(identity, self.outgoing)
+                words = self._words(identity, self.outgoing) + said
                 self._opening = self._port.sender(self.peer, _OPENING)((words,), len(words))
         except RuntimeError as error:
             raise lost(self.peer, error) from None
-        self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming)
+        self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming) + said
 
     def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
         """Add messages with these layout keys to the run."""
@@ -400,6 +404,14 @@ class _Neighbour:
         for number, name in enumerate((*names, "history of message sizes")):
             part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
             if words[part] != due[part]:
+                theirs, ours = (str(one[-_SAID_BYTES:], "utf-8", "replace").strip() for one in (words, due))
+                if name == "batch" and theirs != ours:
+                    raise ExecutionError(
+                        f"all ranks of a pipeline must pass the same batch; rank {self.peer} has a different batch in "
+                        f"this step: its micro-batches are {theirs}, but on this rank they are {ours}; pass the same "
+                        f"batch on these ranks (a DistributedSampler must count the replicas of the pipeline, not the "
+                        f"processes), or make the pipeline with distributed=Distributed(inputs='first')"
+                    )
                 raise ExecutionError(
                     f"all ranks must run the same steps with the same batches; rank {self.peer} has a different "
                     f"{name} in this step; call the same methods on every rank, in the same order, with the same "
@@ -433,15 +445,16 @@ class Channels:
         self._neighbours: dict[int, _Neighbour] = {}
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
-    def open(self, keys: Messages, identity: bytes) -> None:
+    def open(self, keys: Messages, identity: bytes, batch: str = "") -> None:
         """Begin a run whose messages have these layout keys.
 
         ``identity`` contains the digests of the run, one for each name in `names` (see the class), concatenated.
+        ``batch`` describes the batch, for the error message if two ranks have different batches.
         """
         for peer, channels in keys.items():
             if peer not in self._neighbours:
                 self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends, self._encoding)
-            self._neighbours[peer].open(channels, identity)
+            self._neighbours[peer].open(channels, identity, batch)
 
     def extend(self, keys: Messages) -> None:
         """Add messages with these layout keys to the run. The run must have been opened with the same ranks."""

@@ -5,9 +5,12 @@ import threading
 import time
 from typing import Any
 
+import torch
+
 from pipesched import Action, Costs, Kind, schedules
 from pipesched.errors import ExecutionError
 from pipesched.program.lowering import lower
+from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.testing.fake_executor import FakeStage
 from tests.support.jobs.programs import Checks, checked_run, run_spec
@@ -109,7 +112,7 @@ def different_batches(group: Any) -> str:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     stages = {index: Checks(index, free) for index in range(program.num_stages)}
     try:
-        executor.run(run_spec(program, stages), grad=False, looks=[group.rank()] * 4)
+        executor.run(run_spec(program, stages), grad=False, looks=[look(torch.zeros(group.rank() + 1, 3))] * 4)
     except ExecutionError as error:
         return str(error)
     return "it ran"

@@ -19,6 +19,7 @@ from pipesched.errors import ExecutionError, PipeschedError
 from pipesched.runtime.transport.channels import _HEADER, SHARE
 from pipesched.testing import reference_step
 from tests.support.models import mixed_model
+from tests.support.places import mesh_of
 
 X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4
 
@@ -135,6 +136,22 @@ def looked_at(loss: Tensor) -> Any:
         return float(loss)
     except ExecutionError as error:
         return str(error)
+
+
+def other_rows(group: Any, replicas: int) -> str:
+    """Return the error of a step in which the last rank of each pipeline has fewer rows, as with a wrong sampler."""
+    ranks = group.size() // replicas
+    model = mixed_model()
+    where = {"mesh": mesh_of(replicas, ranks)} if replicas > 1 else {"mesh": DeviceMesh.from_group(group, "cpu")}
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "num_microbatches": 4}
+    options["distributed"] = Distributed(timeout=20)
+    options["numerics"] = Numerics(batch_norm="mini-batch")  # which replicas need
+    rows = 17 if group.rank() % ranks == ranks - 1 else 19
+    boundaries = [len(model) * rank // ranks for rank in range(1, ranks)]
+    with Pipeline(model, X[:2], boundaries=boundaries, schedule="1f1b", **where, **options) as pipe:
+        with pytest.raises(ExecutionError) as caught:
+            pipe.step(X[:rows], target=Y[:rows]).item()
+        return str(caught.value)
 
 
 # ---- inputs="first" -----------------------------------------------------------------------------------------------
