@@ -19,6 +19,8 @@ from pipesched.model.containers import Shells, find_layers
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.tensors.meta_tensors import call_beside, lacks_contents, stand_in
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.row_split import RowSplit
+from pipesched.tensors.rows import Argument, Dim, rows_of_batch
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 
@@ -127,11 +129,14 @@ def _probe(
     """Return three inputs (args, kwargs) of the model: the probe's four rows, the first two, and the last two."""
     marked = torch.cat(_marked(labels))
 
-    def rows(chosen: slice) -> Any:
-        def of(tensor: Tensor) -> Tensor:
-            return tensor[torch.arange(4)[chosen] % len(tensor)] if tensor.dim() else tensor
+    given = [Argument(name, value, Dim()) for name, value in (*enumerate(sample[0]), *sample[1].items())]
+    has = rows_of_batch(given)
 
-        args, kwargs = pytree.tree_map_only(Tensor, of, sample)
+    def rows(chosen: slice) -> Any:
+        numbers = [row % has for row in range(4)[chosen]]
+        split = RowSplit.choosing(has, [numbers])
+        picked = [split.parts(argument)[0] for argument in given]
+        args, kwargs = tuple(picked[: len(sample[0])]), dict(zip(sample[1], picked[len(sample[0]) :], strict=True))
         if _NAME in kwargs:  # replaced by name, because the same tensor may also be another argument
             return args, {**kwargs, _NAME: marked[chosen]}
         place = [*inspect.signature(model.forward).parameters].index(_NAME)

@@ -20,6 +20,7 @@ from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
+from pipesched.tensors.structures import object_tensors
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
@@ -81,13 +82,14 @@ class _Recorder(TorchFunctionMode):
         with self:
             output = self._shells.model(*args, **kwargs)
         self._note_outside("")
-        for tensor in tensors_in(output):
+        results = [*tensors_in(output), *object_tensors(output)]
+        for tensor in results:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
         if self._capture.calls:
             self._end_of_hidden(self._capture.calls[-1])
         capture = self._capture
-        capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in results)
         self._join()
         self._capture = Capture()
         self._regions.clear()

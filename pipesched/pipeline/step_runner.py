@@ -206,7 +206,7 @@ class StepRunner:
             with assembly.delivering():
                 host.executor.run(backward_spec, grad=True)
 
-        return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting))
+        return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting), self._running.splitter.joins)
 
     def abandon(self) -> None:
         """Discard the steps of an asynchronous schedule that are under way."""
@@ -379,9 +379,11 @@ class StepRunner:
     def _outputs(self, call: StepCall, step_data: StepData) -> Any:
         own_loss = not self._has_loss_fn
         if not call.gather:
-            return call.outputs(step_data, own_loss=own_loss)
+            return call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        return self._running.host.from_rank(last, lambda: call.outputs(step_data, own_loss=own_loss))
+        return self._running.host.from_rank(
+            last, lambda: call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
+        )
 
 
 def _last_backward(program: Program, stage: int) -> int | None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipesched.runtime.step_metrics import with_added
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.tree_structure import positional
 from pipesched.testing.unsplit_model import Unsplit
 from pipesched.torch_checks import as_function, as_seed, as_threads
 
@@ -116,6 +118,7 @@ def reference_step(
     first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
     weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction, reduction_order)
+    splitter = replace(splitter, names=positional(whole.forward))
     if microbatches is None:
         batch = splitter.batch(args, kwargs, target, num_replicas=num_replicas)
     else:
