@@ -24,7 +24,7 @@ from pipesched.tensors.rows import Argument, Dim, rows_of_batch
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 
-__all__ = ["IGNORED", "counted_labels", "counts"]
+__all__ = ["IGNORED", "counted_labels", "counts", "labels_in"]
 
 #: The label that torch's losses ignore.
 IGNORED = -100
@@ -107,7 +107,17 @@ def _labels_of(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return {**dict(zip(positional(model.forward), args, strict=False)), **kwargs}.get(_NAME)
+    return _named(model, args, kwargs).get(_NAME)
+
+
+def labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that holds the labels of a model that computes its own loss; None if there is none."""
+    named = _named(model, args, kwargs)
+    return next((named[name] for name in (_NAME, "targets", "target") if named.get(name) is not None), None)
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(positional(model.forward), args, strict=False)), **kwargs}
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -241,7 +241,7 @@ class _Run(TorchFunctionMode):
         if func is added_loss:
             self._random.enter(self._random.key, "")
             kwargs = {**kwargs, "position": call.index}
-            args = args[:2]
+            args = args[:3]
         return self._ran(call, func(*args, **kwargs), args, kwargs)
 
     def _next(self) -> Call | None:

@@ -369,7 +369,8 @@ class Pipeline(SavingInterface):
                 Default: None (the batch is split).
             metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) for one
                 micro-batch, called without gradients on the rank that has the outputs. ``pipe.metrics`` holds the
-                averages of these scalars, weighted like the losses. Under a mesh every rank must pass ``metrics``.
+                averages of these scalars, weighted like the losses. If the model computes its own loss, the target is
+                its argument ``labels``, ``targets`` or ``target``. Under a mesh every rank must pass ``metrics``.
                 Default: None.
             **kwargs: the model's keyword inputs, for the whole batch.
 

@@ -1,6 +1,7 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -8,6 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from pipesched.capture.label_counts import labels_in
 from pipesched.errors import InputError
 from pipesched.model.agreement import Facts, modes_of_model
 from pipesched.model.stale_weights import StaleGuard
@@ -94,7 +96,8 @@ class StepRunner:
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows) // running.host.replicas_per_batch).groups
-            return StepCall("step", batch, running.splitter.weighting(batch, groups, self._across), **wanted)
+            weighting = running.splitter.weighting(batch, groups, self._across)
+            return StepCall("step", self._measurable(batch, metrics), weighting, **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -153,7 +156,8 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            return StepCall("evaluate", batch, running.splitter.weighting(batch, across=self._across), **wanted)
+            weighting = running.splitter.weighting(batch, across=self._across)
+            return StepCall("evaluate", self._measurable(batch, metrics), weighting, **wanted)
 
         running = self._running
         running.flush()
@@ -254,6 +258,13 @@ class StepRunner:
                 "computes its own loss; pass loss_fn= to Pipeline, or leave target= out"
             )
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
+
+    def _measurable(self, batch: Batch, metrics: Metrics | None) -> Batch:
+        """Return a batch whose targets ``metrics`` gets: without a loss_fn, the labels among the model's inputs."""
+        if metrics is None or self._has_loss_fn:
+            return batch
+        labels = [labels_in(self._model, *inputs) for inputs in batch.inputs]
+        return batch if labels[0] is None else replace(batch, targets=labels)
 
     def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return, for each replica, the loss weights of its micro-batches; one list if all replicas share one batch."""

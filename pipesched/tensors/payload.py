@@ -85,7 +85,10 @@ class Payload:
         for payload in payloads:
             places += (len(leaves) + place for place in payload.places)
             leaves += payload.leaves
-        spec = pytree.tree_structure(tuple(payload.value for payload in payloads))
+        value = tuple(payload.value for payload in payloads)
+        spec = pytree.tree_structure(value)
+        if spec.num_leaves != len(places):  # the leaves of dataclasses
+            spec = pytree.tree_structure(opened(value))
         needs_grad = tuple(needs for payload in payloads for needs in payload.needs_grad)
         return cls(tuple(leaves), tuple(places), spec, needs_grad)
 

@@ -145,10 +145,11 @@ def reference_step(
                 target_part = batch.targets[microbatch] if batch.targets else None
                 loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
-                if factor != 0:
+                # edges, because for tensors torch would disable the torch function mode
+                edges = [*([] if factor == 0 else [edge_of(root)]), *run.added_edges()]
+                if edges:
                     with _without_autocast(), run.in_backward:
-                        # edges, because for tensors torch would disable the torch function mode
-                        torch.autograd.backward((edge_of(root), *run.added_edges()))
+                        torch.autograd.backward(edges)
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
         total = parts.end(total)
