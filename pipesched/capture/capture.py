@@ -199,8 +199,8 @@ class Capture:
 
     @cached_property
     def written_inputs(self) -> frozenset[Any]:
-        """The names of the model's inputs that some call writes to."""
-        return frozenset(name for call in self.calls for index, name in call.writes if index == INPUT)
+        """The names of the model's inputs that some call writes to, without indices in lists."""
+        return frozenset(name[:2] for call in self.calls for index, name in call.writes if index == INPUT)
 
     @cached_property
     def free_writes(self) -> dict[Value, list[int]]:

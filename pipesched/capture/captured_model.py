@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +30,9 @@ from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.graph_edges import check_layouts
 from pipesched.tensors.keyed_random import Key, outside_kept
-from pipesched.tensors.payload import choose_rows
+from pipesched.tensors.payload import has_a_row_each, pytree
+from pipesched.tensors.row_split import RowSplit
+from pipesched.tensors.rows import Argument, Dim
 from pipesched.tensors.tree_structure import tensors_in
 from pipesched.units import counted
 from pipesched.user_warning import warn
@@ -403,11 +406,16 @@ def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
     The model's code may treat a single row differently.
     """
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
-    if not tensors or any(len(tensor) != 1 for tensor in tensors):
+    if not tensors or any(len(tensor) != 1 for tensor in tensors) or _has_lists(sample):
         return sample
+    args, kwargs = sample
+    given = [Argument(name, value, Dim()) for name, value in (*enumerate(args), *kwargs.items())]
+    split = RowSplit.choosing(1, [[0, 0]])
+    repeated = [split.parts(argument)[0] for argument in given]
+    return tuple(repeated[: len(args)]), dict(zip(kwargs, repeated[len(args) :], strict=True))
 
-    def repeat(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
-    repeated: tuple[tuple[Any, ...], dict[str, Any]] = choose_rows(sample, repeat, [0, 0])
-    return repeated
+def _has_lists(sample: Any) -> bool:
+    """Return whether a sample has lists of a single entry, which may have rows."""
+    leaves = pytree.tree_leaves(sample, is_leaf=lambda value: isinstance(value, list | np.ndarray))
+    return any(isinstance(leaf, list | np.ndarray) and not has_a_row_each(leaf) for leaf in leaves)

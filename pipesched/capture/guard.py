@@ -51,7 +51,7 @@ class Guard:
         values: dict[Value, Tensor] = {}
         for name, leaf in zip(self._names, leaves, strict=True) if self._steps else ():
             if name is not None:
-                values[INPUT, name] = leaf.clone() if name in self._written else leaf
+                values[INPUT, name] = leaf.clone() if name[:2] in self._written else leaf
         with torch.no_grad():
             return all(self._repeats(step, values, draws) for step in self._steps)
 

@@ -19,10 +19,12 @@ from pipesched.model.containers import Shells, find_layers
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.tensors.meta_tensors import call_beside, lacks_contents, stand_in
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.row_split import RowSplit
+from pipesched.tensors.rows import Argument, Dim, rows_of_batch
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 
-__all__ = ["IGNORED", "counted_labels", "counts"]
+__all__ = ["IGNORED", "counted_labels", "counts", "labels_in"]
 
 #: The label that torch's losses ignore.
 IGNORED = -100
@@ -105,7 +107,17 @@ def _labels_of(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return {**dict(zip(positional(model.forward), args, strict=False)), **kwargs}.get(_NAME)
+    return _named(model, args, kwargs).get(_NAME)
+
+
+def labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that holds the labels of a model that computes its own loss; None if there is none."""
+    named = _named(model, args, kwargs)
+    return next((named[name] for name in (_NAME, "targets", "target") if named.get(name) is not None), None)
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(positional(model.forward), args, strict=False)), **kwargs}
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,11 +139,14 @@ def _probe(
     """Return three inputs (args, kwargs) of the model: the probe's four rows, the first two, and the last two."""
     marked = torch.cat(_marked(labels))
 
-    def rows(chosen: slice) -> Any:
-        def of(tensor: Tensor) -> Tensor:
-            return tensor[torch.arange(4)[chosen] % len(tensor)] if tensor.dim() else tensor
+    given = [Argument(name, value, Dim()) for name, value in (*enumerate(sample[0]), *sample[1].items())]
+    has = rows_of_batch(given)
 
-        args, kwargs = pytree.tree_map_only(Tensor, of, sample)
+    def rows(chosen: slice) -> Any:
+        numbers = [row % has for row in range(4)[chosen]]
+        split = RowSplit.choosing(has, [numbers])
+        picked = [split.parts(argument)[0] for argument in given]
+        args, kwargs = tuple(picked[: len(sample[0])]), dict(zip(sample[1], picked[len(sample[0]) :], strict=True))
         if _NAME in kwargs:  # replaced by name, because the same tensor may also be another argument
             return args, {**kwargs, _NAME: marked[chosen]}
         place = [*inspect.signature(model.forward).parameters].index(_NAME)

@@ -25,6 +25,7 @@ from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
+from pipesched.tensors.structures import object_tensors
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
@@ -107,13 +108,14 @@ class _Recorder(TorchFunctionMode):
         self._note_outside("")
         for name, layer in self._layers.items():
             self._places.before(name, layer, self._is_of_layer)
-        for tensor in tensors_in(output):
+        results = [*tensors_in(output), *object_tensors(output)]
+        for tensor in results:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
         if self._capture.calls:
             self._end_of_hidden(self._capture.calls[-1])
         capture = self._capture
-        capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in results)
         self._join()
         for call in capture.calls:
             call.uses = tuple(name for name in call.uses if name not in self._places.made)

@@ -271,7 +271,7 @@ class Run(TorchFunctionMode):
         if func is added_loss:
             self._random.enter(self._random.key, "")
             kwargs = {**kwargs, "position": call.index}
-            args = args[:2]
+            args = args[:3]
         try:
             result = func(*args, **kwargs)
         except Exception as error:

@@ -23,7 +23,7 @@ class Part:
     own: frozenset[int]
     #: The calls in ``own``, and the free calls (see ``Capture.free``) that this stage repeats.
     runs: frozenset[int] = frozenset()
-    #: Names of the model's inputs that this stage needs.
+    #: Names of the model's inputs that this stage needs, without indices in lists.
     inputs: frozenset[Any] = frozenset()
     #: Earlier stage -> the values that this stage receives from the earlier stage.
     receives: dict[int, list[Value]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[froze
             continue
         giver, which = value = values.pop()
         if giver == INPUT:
-            inputs.add(which)
+            inputs.add(which[:2] if isinstance(which, tuple) else which)
         elif giver in own or giver in free:
             asked.append(giver)
             asked += (index for index in capture.free_writes.get(value, ()) if index < end)

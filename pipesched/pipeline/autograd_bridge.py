@@ -1,16 +1,20 @@
 """Autograd bridge: connects a pipeline's runs to the caller's autograd graph at the model's inputs and outputs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesched.errors import ExecutionError
-from pipesched.runtime.microbatches import Batch, Weighting, loss_places
+from pipesched.errors import ExecutionError, InputError
+from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.stage.step_data import StepData
-from pipesched.tensors.payload import Gradients, Payload, row_dim
+from pipesched.tensors.payload import Payload
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.rows import ROWS_PAGE
+from pipesched.tensors.structures import object_tensors
 
 __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
@@ -29,14 +33,10 @@ class OpenPass:
 
         Returns the gradients of the inputs that require gradients, ordered by micro-batch.
         """
-        outputs = [self.step_data.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
-        columns = [
-            self._cut(grad, pieces, loss=number == self._loss)
-            for number, (grad, pieces) in enumerate(zip(grads, zip(*outputs, strict=True), strict=True))
-        ]
+        given = iter(grads)
         self.step_data.output_grads = [
-            tuple(_beside(column[m], piece) for column, piece in zip(columns, outputs[m], strict=True))
-            for m in range(len(self.batch.rows))
+            tuple(_beside(next(given), piece) for piece in self.step_data.outputs[microbatch].wanted)
+            for microbatch in range(len(self.batch.rows))
         ]
         self.run_backwards()
         return [
@@ -45,53 +45,39 @@ class OpenPass:
             for grad, tensor in zip(self.step_data.input_grads.get(microbatch, ()), tensors, strict=False)
         ]
 
-    @property
-    def _loss(self) -> int | None:
-        """The index of the loss among the outputs that require a gradient; None if the loss is not an output."""
-        first = self.step_data.outputs[0]
-        places = [] if self.weighting is None else loss_places(first.value)
-        return sum(first.needs_grad[: first.places[places[0]]]) if places else None
-
-    def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """Split the gradient of a whole-batch output into one part per micro-batch. Inverse of ``Batch.gathered``."""
-        if grad is None:
-            return (None,) * len(pieces)
-        if loss and self.weighting is not None:  # a factor of 0 gives None, because the loss may be 0 / 0
-            return tuple(
-                grad if factor is None else grad * factor if factor else None for factor in self.weighting.factors
-            )
-        if pieces[0].dim() == 0:
-            return grad.unbind(0)
-        dim = row_dim(pieces, self.batch.rows, self.batch.output_dim)
-        return tuple(torch.split(grad, [piece.shape[dim] for piece in pieces], dim))
-
 
 def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
     """Move a gradient to the device of ``tensor``. Bidirectional schedules have outputs on several devices."""
     return None if grad is None else grad.to(tensor.device)
 
 
-def attach(opened: OpenPass) -> Any:
-    """Return the output of the whole batch. Calling ``backward()`` on it runs the pipeline's backward passes."""
-    outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
-    whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
-    whole = replace(
-        whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
-    )
-    if not any(whole.needs_grad):
-        return whole.value
-    inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
-    anchor = torch.empty(0, requires_grad=True)
-    results = _Through.apply(opened, whole.wanted, anchor, *inputs)  # type: ignore[no-untyped-call]
-    return whole.with_wanted(results)
+def attach(opened: OpenPass, joins: OutputRows) -> Any:
+    """Return the output of the whole batch. Calling ``backward()`` on it runs the pipeline's backward passes.
 
-
-def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """For each leaf of ``pattern``, return the leaf of ``whole`` at the same position.
-
-    If a leaf of ``pattern`` occurs at several positions, the first one is used.
+    The outputs of the micro-batches are connected to the pipeline's backward passes, and then joined by ``joins``.
     """
-    return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
+    outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
+    _check_objects(outputs)
+    wanted = [output.wanted for output in outputs]
+    values = [output.value for output in outputs]
+    if any(wanted):
+        inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
+        anchor = torch.empty(0, requires_grad=True)
+        pieces = tuple(chain.from_iterable(wanted))
+        results = iter(_Through.apply(opened, pieces, anchor, *inputs))  # type: ignore[no-untyped-call]
+        values = [output.with_wanted(tuple(islice(results, len(output.wanted)))) for output in outputs]
+    return opened.batch.gathered(values, opened.weighting, joins)
+
+
+def _check_objects(outputs: Sequence[Payload]) -> None:
+    """Raise InputError if an object of an unknown class holds outputs that can be differentiated."""
+    for leaf in (leaf for output in outputs for leaf in output.leaves):
+        if any(tensor.requires_grad for tensor in object_tensors(leaf)):
+            raise InputError(
+                f"an output that can be differentiated must be a tensor, or a structure of tensors; the model returns "
+                f"an object of class {type(leaf).__qualname__} with tensors; return the tensors in a dict or a "
+                f"dataclass, train with step(), or call forward under no_grad ({ROWS_PAGE})"
+            )
 
 
 def deliver_input_grads(batch: Batch, step_data: StepData) -> None:

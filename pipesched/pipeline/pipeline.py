@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -24,6 +26,7 @@ from pipesched.pipeline.cost_book import CostBook, replica_costs
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
+from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replica_checks import check_axes
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
@@ -49,6 +52,8 @@ from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.simulation.memory import RankMemory
 from pipesched.simulation.trace import Trace
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.tree_structure import positional
 from pipesched.torch_checks import as_call, as_function, as_seed
 
 __all__ = ["Pipeline"]
@@ -249,13 +254,16 @@ class Pipeline(SavingInterface):
                 together=together,
             )
             asked = Pins(list(layers.layers), boundaries, together)
+            splitter = Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order)
+            splitter = splitter.knowing(positional(module.forward), *call)
+            splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, splitter, call)))
             plan, request = choose_plan(auto_plan, request, plan, host, self._book)
             self._running = start(
                 model=model,
                 spec=self._spec,
                 host=host,
                 book=self._book,
-                splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order),
+                splitter=splitter,
                 plan=plan,
                 request=request,
                 agreed=(repr(seed), *numerics.agreed),
@@ -361,7 +369,8 @@ class Pipeline(SavingInterface):
                 Default: None (the batch is split).
             metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) for one
                 micro-batch, called without gradients on the rank that has the outputs. ``pipe.metrics`` holds the
-                averages of these scalars, weighted like the losses. Under a mesh every rank must pass ``metrics``.
+                averages of these scalars, weighted like the losses. If the model computes its own loss, the target is
+                its argument ``labels``, ``targets`` or ``target``. Under a mesh every rank must pass ``metrics``.
                 Default: None.
             **kwargs: the model's keyword inputs, for the whole batch.
 

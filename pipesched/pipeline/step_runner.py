@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from pipesched.capture.label_counts import labels_in
 from pipesched.errors import InputError
 from pipesched.model.agreement import Facts, modes_of_model
 from pipesched.model.stale_weights import StaleGuard
@@ -97,7 +98,8 @@ class StepRunner:
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows) // running.host.replicas_per_batch).groups
-            return StepCall("step", batch, running.splitter.weighting(batch, groups, self._across), **wanted)
+            weighting = running.splitter.weighting(batch, groups, self._across)
+            return StepCall("step", self._measurable(batch, metrics), weighting, **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -156,7 +158,8 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            return StepCall("evaluate", batch, running.splitter.weighting(batch, across=self._across), **wanted)
+            weighting = running.splitter.weighting(batch, across=self._across)
+            return StepCall("evaluate", self._measurable(batch, metrics), weighting, **wanted)
 
         running = self._running
         running.flush()
@@ -209,7 +212,7 @@ class StepRunner:
             with assembly.delivering():
                 host.executor.run(backward_spec, grad=True)
 
-        return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting))
+        return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting), self._running.splitter.joins)
 
     def abandon(self) -> None:
         """Discard the steps of an asynchronous schedule that are under way."""
@@ -267,6 +270,13 @@ class StepRunner:
         has_loss_fn, call = self._has_loss_fn, f"{method}(x, target=x)"
         check_target(target, has_loss_fn=has_loss_fn, call=call, without="call forward()")
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
+
+    def _measurable(self, batch: Batch, metrics: Metrics | None) -> Batch:
+        """Return a batch whose targets ``metrics`` gets: without a loss_fn, the labels among the model's inputs."""
+        if metrics is None or self._has_loss_fn:
+            return batch
+        labels = [labels_in(self._model, *inputs) for inputs in batch.inputs]
+        return batch if labels[0] is None else replace(batch, targets=labels)
 
     def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return, for each replica, the loss weights of its micro-batches; one list if all replicas share one batch."""
@@ -385,9 +395,11 @@ class StepRunner:
     def _outputs(self, call: StepCall, step_data: StepData) -> Any:
         own_loss = not self._has_loss_fn
         if not call.gather:
-            return call.outputs(step_data, own_loss=own_loss)
+            return call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        return self._running.host.from_rank(last, lambda: call.outputs(step_data, own_loss=own_loss))
+        return self._running.host.from_rank(
+            last, lambda: call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
+        )
 
 
 def _last_backward(program: Program, stage: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from fractions import Fraction
 from math import inf, nan, prod
 from typing import Any, NamedTuple
 
@@ -16,7 +17,12 @@ from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
 from pipesched.simulation.size_fit import Size
-from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
+from pipesched.tensors.payload import opened, pytree, trainable_leaves
+from pipesched.tensors.row_evidence import Evidence
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.row_split import RowSplit
+from pipesched.tensors.rows import ROWS_PAGE, Argument, Dim, name_of, row_counts, rows_of_batch
+from pipesched.tensors.sample_layout import check_layout
 from pipesched.units import counted
 
 __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weighting", "loss_places"]
@@ -24,7 +30,12 @@ __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weight
 #: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
 #: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. If one
 #: dim applies to all arguments, a target or output whose size in that dim differs from the number of rows uses dim 0.
-SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
+#: In place of a dim, an argument can have a sequence or a mapping with the dims of its entries.
+SplitDims = int | None | Sequence[Any] | Mapping[int | str, Any]
+
+
+_EVERYWHERE = Dim()
+_SHOWN = 3  # the number of arguments that an error message names
 
 
 _SAMPLE_PATH = BatchPaths()
@@ -84,14 +95,16 @@ class Batch:
     #: The number of rows of each micro-batch.
     rows: list[int]
     _: KW_ONLY
-    #: The dim along which outputs are concatenated.
-    output_dim: int = 0
+    #: The dims along which outputs are concatenated, as in ``split_dims``.
+    output_dim: Dim = _EVERYWHERE
     #: The form (dtypes and shapes) of each micro-batch's inputs, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
     #: The paths of the micro-batches through the code between layers.
     paths: BatchPaths = _SAMPLE_PATH
     #: Whether the caller split the batch into micro-batches. The shapes of such micro-batches can differ.
     as_given: bool = False
+    #: Whether micro-batches with the same number of rows can have tensors of different shapes, as lists have.
+    uneven: bool = False
 
     def of_replica(self, replica: int, num_replicas: int) -> "Batch":
         """Return one replica's micro-batches, from a batch that contains the micro-batches of all replicas."""
@@ -105,9 +118,10 @@ class Batch:
         """Return each micro-batch's form (dtypes and shapes), computed by ``look``.
 
         Micro-batches with the same number of rows have the same form, so ``look`` is called once for each number of
-        rows. If the caller split the batch into micro-batches, ``look`` is called for each micro-batch.
+        rows. If the caller split the batch into micro-batches, or rows are in lists, ``look`` is called for each
+        micro-batch.
         """
-        if self.as_given:
+        if self.as_given or self.uneven:
             return [look(value) for value in self.inputs]
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
@@ -121,22 +135,32 @@ class Batch:
         """Return the input tensors that require a gradient, one list per micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]
 
-    def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the micro-batches' outputs. If the caller split the batch, return the outputs as a list instead.
+    def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None", joins: OutputRows) -> Any:
+        """Join the micro-batches' outputs. If the caller split the batch, return the outputs as a list instead.
 
         If the outputs contain the model's own loss, ``weighting`` combines the micro-batches' losses. If ``weighting``
-        is None, the outputs are only concatenated.
+        is None, the outputs are only joined.
         """
         if self.as_given:
             return list(outputs)
-        whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
-            return whole
-        leaves, spec = pytree.tree_flatten(opened(whole))
-        losses = [pytree.tree_leaves(opened(output))[places[0]] for output in outputs]
+            return joins.joined(outputs, self.rows, self.output_dim)
+        losses, others = zip(*(_without_loss(output, places) for output in outputs), strict=True)
         total = weighting.total(weighting.weighted(losses))
-        return pytree.tree_unflatten([total if at in places else leaf for at, leaf in enumerate(leaves)], spec)
+        whole = opened(joins.joined(others, self.rows, self.output_dim))
+        return pytree.tree_map(lambda leaf: total if leaf is _LOSS else leaf, whole)
+
+
+_LOSS = object()  # the place of the model's own loss in an output
+
+
+def _without_loss(output: Any, places: Sequence[int]) -> tuple[Tensor, Any]:
+    """Return the model's own loss, and the output with a marker in the places of the loss."""
+    leaves, spec = pytree.tree_flatten(opened(output))
+    return leaves[places[0]], pytree.tree_unflatten(
+        [_LOSS if at in places else leaf for at, leaf in enumerate(leaves)], spec
+    )
 
 
 def _elements(look: Sequence[Any], rows: int) -> int:
@@ -206,6 +230,12 @@ class Splitter:
     loss_weight: Callable[..., Any] | None = None
     loss_reduction: LossReduction = "mean"
     reduction_order: ReductionOrder = "sequential"
+    #: The names of the model's positional parameters, if known.
+    names: Sequence[str] = ()
+    #: What the sample and earlier batches show about lists.
+    evidence: Evidence = field(default_factory=Evidence, compare=False)
+    #: Joins the outputs of micro-batches.
+    joins: OutputRows = field(default_factory=OutputRows, compare=False)
 
     def __post_init__(self) -> None:
         for dim in self._given_dims():
@@ -231,12 +261,8 @@ class Splitter:
         """
         if not isinstance(self.split_dims, int):
             self._check_names(len(args), kwargs)
-        dims = [self._dim(index) for index in range(len(args))]
-        names = {name: self._dim(name) for name in kwargs}
-        given = {f"argument {index}": (value, dims[index]) for index, value in enumerate(args)}
-        given |= {f"{name}=": (value, names[name]) for name, value in kwargs.items()}
-        target_dim = self._target_dim(target, given)
-        rows = _common_rows({**given, "the target": (target, target_dim)})
+        given = self._arguments(args, kwargs, target)
+        rows = rows_of_batch(given)
         due = self.num_microbatches * num_replicas
         count = min(due, rows // num_replicas * num_replicas)
         if self.fixed and count < due:
@@ -250,16 +276,21 @@ class Splitter:
                 f"a batch must have a row for each of the {num_replicas} replicas; the batch has "
                 f"{counted(rows, 'row')}; pass at least {num_replicas} rows"
             )
+        sizes = near_equal_parts(rows, count)
+        check_layout(given, self.evidence, rows, sizes)
+        split = RowSplit(self.evidence, rows, sizes)
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
-            columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
-            named = {name: split(value, names[name], count) for name, value in kwargs.items()}
+            columns = [split.parts(argument) for argument in given]
+        names = list(kwargs)
         inputs = [
-            (tuple(column[part] for column in columns), {name: column[part] for name, column in named.items()})
+            (
+                tuple([column[part] for column in columns[: len(args)]]),
+                {name: column[part] for name, column in zip(names, columns[len(args) :], strict=False)},
+            )
             for part in range(count)
         ]
-        targets = [] if target is None else split(target, target_dim, count)
-        sizes = near_equal_parts(rows, count)
-        return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
+        targets = [] if target is None else columns[-1]
+        return Batch(inputs, targets, sizes, output_dim=self._dim("output"), uneven=split.uneven)
 
     def as_given(self, microbatches: Any, *, num_replicas: int = 1) -> Batch:
         """Return a Batch of the micro-batches into which the caller split a batch.
@@ -268,8 +299,8 @@ class Splitter:
 
         Raises:
             InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow this
-                number of micro-batches; only some micro-batches have a target; or the tensors of a micro-batch have
-                different numbers of rows.
+                number of micro-batches; only some micro-batches have a target; or the weights of the losses are not
+                known.
 
         """
         if not isinstance(microbatches, Sequence) or not all(isinstance(one, Microbatch) for one in microbatches):
@@ -293,56 +324,79 @@ class Splitter:
                 f"if any micro-batch has a target, all micro-batches must have one; micro-batch {with_target[0]} of "
                 f"{count} has a target, but micro-batch {missing} has no target; pass target= to every Microbatch"
             )
-        rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
         inputs = [(one.args, one.kwargs) for one in microbatches]
         targets = [one.target for one in microbatches] if with_target else []
-        return Batch(inputs, targets, rows, output_dim=self._dim("output") or 0, as_given=True)
+        rows = self._given_rows(microbatches)
+        return Batch(inputs, targets, rows, output_dim=self._dim("output"), as_given=True)
 
-    def _rows_of(self, number: int, microbatch: Microbatch) -> int:
-        """Return the number of rows of a micro-batch that the caller passed."""
-        self._check_names(len(microbatch.args), microbatch.kwargs)
-        named: list[tuple[int | str, Any]] = [*enumerate(microbatch.args), *microbatch.kwargs.items()]
-        given = {_argument(name): (value, self._dim(name)) for name, value in named}
-        target_dim = self._target_dim(microbatch.target, given)
-        given["the target"] = microbatch.target, target_dim
-        try:
-            return _common_rows(given)
-        except InputError as error:
+    def _given_rows(self, microbatches: Sequence[Microbatch]) -> list[int]:
+        """Return the number of rows of each micro-batch that the caller passed.
+
+        If the tensors of a micro-batch have different numbers of rows, those of the target count. The rows of the
+        inputs count if all inputs lead to the same weights of the losses.
+        """
+        every = []
+        for one in microbatches:
+            self._check_names(len(one.args), one.kwargs)
+            every.append(row_counts(self._arguments(one.args, one.kwargs, one.target)))
+        weighted = self.loss_reduction == "mean" and self.loss_weight is None and len(microbatches) > 1
+        targets = [{place: rows for place, rows in counts.items() if place[0] == "target"} for counts in every]
+        for known in (every, targets):
+            if all(len({*counts.values()}) == 1 for counts in known):
+                found = [next(iter(counts.values())) for counts in known]
+                break
+        else:
+            found = _proportional_rows(every) if weighted else [next(iter(counts.values()), 1) for counts in every]
+        if 0 in found and weighted:
             raise InputError(
-                f"{error}; this is micro-batch {number} of microbatches=: its rows weight its loss, although they are "
-                f"not split"
-            ) from None
+                f"a micro-batch must have at least one row; micro-batch {found.index(0)} has no rows; leave it out"
+            )
+        return found
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """Make a batch of one micro-batch with ``rows`` rows, dropping or repeating rows of a sample as needed.
 
         Raises the same errors as ``batch``.
         """
-        whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
-        has = whole.rows[0]
+        given = self._arguments(args, kwargs, target)
+        has = rows_of_batch(given)
+        if rows == has:
+            return Batch([(args, kwargs)], [] if target is None else [target], [rows])
+        split = RowSplit.choosing(has, [[row % has for row in range(rows)]])
+        columns = [split.parts(argument)[0] for argument in given]
+        inputs = tuple(columns[: len(args)]), dict(zip(kwargs, columns[len(args) :], strict=False))
+        return Batch([inputs], [] if target is None else columns[-1:], [rows])
 
-        def chosen(value: Any, dim: int | None) -> Any:
-            if dim is None:
-                return value
+    def knowing(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Splitter":
+        """Return a splitter that compares batches with a sample.
 
-            def choose(tensor: Tensor) -> Tensor:
-                if not tensor.dim() or rows == has:
-                    return tensor
-                picked = tensor.detach().index_select(dim, torch.arange(rows, device=tensor.device) % has)
-                return picked.requires_grad_(tensor.requires_grad)
+        Args:
+            names: the names of the model's positional parameters.
+            args: the sample's positional arguments.
+            kwargs: the sample's keyword arguments.
 
-            return choose_rows(value, choose, [row % has for row in range(rows)])
+        """
+        sample: dict[Any, Any] = {**dict(enumerate(args)), **dict(zip(names, args, strict=False)), **kwargs}
+        sample |= {place: kwargs[name] for place, name in enumerate(names) if name in kwargs}
+        named = replace(self, names=tuple(names))
+        try:
+            rows = rows_of_batch(named._arguments(args, kwargs, None))
+        except InputError:  # for example, a graph or packed patches, which only microbatches= can split
+            rows = None
+        return replace(named, evidence=Evidence(sample, rows))
 
-        given = {f"argument {index}": (value, self._dim(index)) for index, value in enumerate(args)}
-        target_dim = self._target_dim(target, given | {f"{name}=": (v, self._dim(name)) for name, v in kwargs.items()})
-        own = tuple(chosen(value, self._dim(index)) for index, value in enumerate(args))
-        named = {name: chosen(value, self._dim(name)) for name, value in kwargs.items()}
-        return Batch([(own, named)], [] if target is None else [chosen(target, target_dim)], [rows])
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> list[Argument]:
+        """Return the arguments of a call; a target that is not None comes last."""
+        given = [Argument(place, value, self._dim(place)) for place, value in enumerate(args)]
+        given += [Argument(name, value, self._dim(name)) for name, value in kwargs.items()]
+        if target is not None:
+            given.append(Argument("target", target, self._target_dim(target, given)))
+        return given
 
     def _check_names(self, num_args: int, kwargs: Mapping[str, Any]) -> None:
         dims = self.split_dims
         if isinstance(dims, Mapping):
-            known = {*range(num_args), *kwargs, "target", "output"}
+            known = {*range(num_args), *self.names[:num_args], *kwargs, "target", "output"}
             strange = [name for name in dims if name not in known]
             if strange:
                 raise InputError(
@@ -356,34 +410,42 @@ class Splitter:
                 f"call has {counted(num_args, 'positional argument')}; add the missing dims"
             )
 
-    def _target_dim(self, target: Any, given: "_Given") -> int | None:
+    def _target_dim(self, target: Any, given: Sequence[Argument]) -> Dim:
         """Return the dim along which the target is split.
 
         A single dim for all arguments applies to the target only if the target's size in this dim is the batch's number
         of rows; otherwise the target is split along dim 0.
         """
         dim = self._dim("target")
-        if not isinstance(self.split_dims, int) or not self.split_dims:
+        number = self.split_dims
+        if not isinstance(number, int) or not number:
             return dim
-        rows = next((r for what, (value, d) in given.items() if (r := rows_of(value, d, what)) is not None), None)
+        rows = next(iter(row_counts(given).values()), None)
         tensors = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        return (
-            dim if all(leaf.dim() > self.split_dims and leaf.shape[self.split_dims] == rows for leaf in tensors) else 0
-        )
+        fits = all(-leaf.dim() <= number < leaf.dim() and leaf.shape[number] == rows for leaf in tensors)
+        return dim if fits else Dim()
 
     def _given_dims(self) -> list[Any]:
-        dims: Any = self.split_dims
-        if isinstance(dims, Mapping):
-            return list(dims.values())
-        return list(dims) if isinstance(dims, Sequence) and not isinstance(dims, str | bytes) else [dims]
+        """Return all dims that the user passed, including those of entries."""
+        left: list[Any] = [self.split_dims]
+        found = []
+        for dims in left:
+            if isinstance(dims, Mapping):
+                left += dims.values()
+            elif isinstance(dims, Sequence) and not isinstance(dims, str | bytes):
+                left += dims
+            else:
+                found.append(dims)
+        return found
 
-    def _dim(self, argument: int | str) -> int | None:
+    def _dim(self, argument: int | str) -> Dim:
         dims = self.split_dims
         if dims is None or isinstance(dims, int):
-            return dims
-        if isinstance(dims, Mapping):
-            return dims.get(argument, 0)
-        return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
+            return _EVERYWHERE if dims == 0 else Dim(dims)
+        name = self.names[argument] if isinstance(argument, int) and argument < len(self.names) else argument
+        if isinstance(dims, Mapping) and argument not in dims and name in dims:
+            argument = name
+        return Dim(dims).inside(argument)
 
     def factors(self, batch: Batch) -> list[float | None]:
         """Return the loss factors that make the micro-batches' gradients add up to the mini-batch's gradients."""
@@ -456,39 +518,21 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
         ) from None
 
 
-def _argument(name: int | str) -> str:
-    """Return the name that error messages use for an argument."""
-    return f"argument {name}" if isinstance(name, int) else f"{name}="
+def _proportional_rows(every: Sequence[Mapping[Any, int]]) -> list[int]:
+    """Return the number of rows of each micro-batch if all inputs have rows in the same proportions.
 
+    Raises:
+        InputError: the weights of the micro-batches' losses are not known.
 
-def _key(what: str) -> int | str:
-    """Return the key in split_dims of an argument that error messages name."""
-    if what == "the target":
-        return "target"
-    return int(what.removeprefix("argument ")) if what.startswith("argument ") else what.removesuffix("=")
-
-
-#: Arguments by their name in error messages, each as (value, the dim along which the value is split).
-_Given = dict[str, tuple[Any, int | None]]
-
-
-def _common_rows(given: _Given) -> int:
-    """Return a batch's number of rows. Raises InputError if the number is 0 or differs between tensors."""
-    counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
-    known = {what: rows for what, rows in counts.items() if rows is not None}
-    if not known:
-        raise InputError(
-            "a batch must contain a tensor that can be split by rows; this batch contains no such tensor; pass a "
-            "tensor, or set a dim in split_dims= for an argument that has rows"
-        )
-    first, rows = next(iter(known.items()))
-    for what, other in known.items():
-        if other != rows:
-            raise InputError(
-                f"all tensors of a batch must have the same number of rows; {first} has {counted(rows, 'row')}, "
-                f"{what} has {other}; make the numbers equal, or set split_dims=None for an argument that is not "
-                f"split, such as Numerics(split_dims={{{_key(what)!r}: None}})"
-            )
-    if rows == 0:
-        raise InputError(f"a batch must have at least one row; {first} has no rows; skip the empty batch")
-    return rows
+    """
+    common = [place for place in every[0] if all(counts.get(place) for counts in every)]
+    columns = {place: [counts[place] for counts in every] for place in common}
+    shares = {tuple(Fraction(rows, sum(column)) for rows in column) for column in columns.values()}
+    if len(shares) == 1:
+        return next(iter(columns.values()))
+    said = "; ".join(f"{name_of(place)} has {column} rows" for place, column in list(columns.items())[:_SHOWN])
+    raise InputError(
+        f"the loss of each micro-batch must have a weight, by default its number of rows; in the micro-batches, "
+        f"{said or 'no tensor has rows'}; pass numerics=Numerics(loss_weight=...), a function of a micro-batch's "
+        f"{'target' if any(place[0] == 'target' for place in every[0]) else 'inputs'} ({ROWS_PAGE})"
+    )

@@ -496,7 +496,7 @@ class MeshRanks:
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         looks = batch.looks or batch.looking(look)
         if batch.paths.paths:
-            looks = list(zip(looks, batch.paths.paths, strict=True))
+            looks = [(f"path {path}", own) for own, path in zip(looks, batch.paths.paths, strict=True)]
         return self.executor.run(run_spec, grad=grad, looks=looks)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:

@@ -24,6 +24,8 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.rows import Dim
 
 __all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "received"]
 
@@ -67,15 +69,16 @@ class StepCall:
         """Return the mini-batch's loss. Only the process of the last stage can compute this loss."""
         return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
-    def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
+    def outputs(self, step_data: StepData, joins: OutputRows, *, own_loss: bool) -> Any:
         """Return the outputs of the whole mini-batch, or None if this process has no outputs.
 
-        ``own_loss`` states whether the outputs contain the model's own loss.
+        ``joins`` joins the outputs of micro-batches. ``own_loss`` states whether the outputs contain the model's own
+        loss.
         """
         if not step_data.outputs:
             return None
         outputs = [step_data.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
-        return self.batch.gathered(outputs, self.weighting if own_loss else None)
+        return self.batch.gathered(outputs, self.weighting if own_loss else None, joins)
 
 
 def _key(seed: int, step: int, first: int, microbatch: int) -> Key:
@@ -89,7 +92,7 @@ class _Opening:
 
     method: str
     rows: list[int]
-    output_dim: int
+    output_dim: tuple[Any, bool]
     as_given: bool
     looks: list[Hashable]
     paths: BatchPaths
@@ -174,7 +177,7 @@ def _dealt_in_replica(
     opening = _Opening(
         method=call.method,
         rows=batch.rows,
-        output_dim=batch.output_dim,
+        output_dim=(batch.output_dim.given, batch.output_dim.explicit),
         as_given=batch.as_given,
         looks=batch.looks,
         paths=replace(batch.paths, new=[]),
@@ -198,7 +201,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
         inputs or [((), {})] * size,
         targets or [],
         opening.rows,
-        output_dim=opening.output_dim,
+        output_dim=Dim(*opening.output_dim),
         looks=opening.looks,
         paths=replace(opening.paths, new=new_paths),
         as_given=opening.as_given,

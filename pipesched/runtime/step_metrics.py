@@ -11,13 +11,14 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.runtime.microbatches import Weighting
 from pipesched.runtime.rank_host import LossAndMetrics, MeshRanks, RankHost, summed
 from pipesched.runtime.stage.step_data import Added, StepData
+from pipesched.tensors.added_losses import AddedReduction
 from pipesched.tensors.payload import used_here
 from pipesched.tensors.pending_tensor import pending
 
 __all__ = ["RunResults", "StepMetrics", "with_added"]
 
-#: A loss that a layer added: micro-batch, place of the call, name, value.
-_Row = tuple[int, str, int, int, str, Tensor]
+#: A loss that a layer added: micro-batch, place of the call, name, reduction, value.
+_Row = tuple[int, str, int, int, str, AddedReduction, Tensor]
 
 
 class _Result(NamedTuple):
@@ -118,7 +119,7 @@ class StepMetrics:
     def _check_none(self, host: MeshRanks, rows: Sequence[_Row]) -> None:
         """Stop all ranks if a layer adds a loss that the other ranks do not expect."""
         if rows:
-            _, layer, *_, name, _ = rows[0]
+            _, layer, *_, name, _, _ = rows[0]
             error = ExecutionError(
                 f"with a mesh, layers must add losses from the first step on, so that all ranks expect them; layer "
                 f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; in earlier steps, "
@@ -142,9 +143,9 @@ def _rows(step_data: StepData, microbatches: Sequence[int]) -> list[_Row]:
 
 def _rows_of(added: Mapping[int, Added], microbatches: Sequence[int]) -> list[_Row]:
     return [
-        (number, *place, name, used_here(value))
+        (number, *place, name, reduction, used_here(value))
         for number, microbatch in enumerate(microbatches)
-        for place, (name, value) in added.get(microbatch, {}).items()
+        for place, (name, reduction, value) in added.get(microbatch, {}).items()
     ]
 
 
@@ -168,8 +169,9 @@ def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row],
     Losses are added in an order that does not depend on the plan: by micro-batch, then by the place of the call.
     """
     named: dict[str, list[Tensor]] = {}
-    for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
-        share = weighting.shares[number % len(weighting.shares)]  # numbers continue across replicas
+    for number, *_, name, reduction, value in sorted(rows, key=lambda row: row[:4]):
+        # numbers continue across replicas
+        share = None if reduction == "sum" else weighting.shares[number % len(weighting.shares)]
         here = value.to(loss.device)
         named.setdefault(name, []).append(here if share is None else here * share)
     if twice := named.keys() & metrics.keys():

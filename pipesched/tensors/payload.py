@@ -1,4 +1,4 @@
-"""Payload: the pytrees of tensors and plain values that stages exchange, and functions to split and join batches."""
+"""Payload: the pytrees of tensors and plain values that stages exchange."""
 
 import dataclasses
 from collections import Counter
@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, partial
-from itertools import accumulate, pairwise
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesched.errors import InputError, TorchVersionError
-from pipesched.program.near_equal_parts import near_equal_parts
+from pipesched.errors import TorchVersionError
 from pipesched.tensors.torch_insides import pytree
 
 __all__ = [
@@ -23,11 +21,9 @@ __all__ = [
     "Payload",
     "PerConsumer",
     "children_of",
-    "choose_rows",
     "fields_of",
     "flatten",
     "form_of",
-    "gather",
     "has_a_row_each",
     "is_record",
     "leaf_spec",
@@ -35,9 +31,6 @@ __all__ = [
     "opened",
     "pytree",
     "record_of",
-    "row_dim",
-    "rows_of",
-    "split",
     "trainable_leaves",
     "used_here",
 ]
@@ -97,7 +90,10 @@ class Payload:
         for payload in payloads:
             places += (len(leaves) + place for place in payload.places)
             leaves += payload.leaves
-        spec = pytree.tree_structure(tuple(payload.value for payload in payloads))
+        value = tuple(payload.value for payload in payloads)
+        spec = pytree.tree_structure(value)
+        if spec.num_leaves != len(places):  # the leaves of dataclasses
+            spec = pytree.tree_structure(opened(value))
         needs_grad = tuple(needs for payload in payloads for needs in payload.needs_grad)
         return cls(tuple(leaves), tuple(places), spec, needs_grad)
 
@@ -289,123 +285,3 @@ def trainable_leaves(value: Any) -> list[Tensor]:
 def has_a_row_each(value: Any) -> bool:
     """Return whether a value is a list with one dict for each row of the batch, such as detection targets."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """Select rows of a value: apply ``choose`` to tensors, and select the items ``rows`` of lists of dicts."""
-
-    def chosen(leaf: Any) -> Any:
-        if has_a_row_each(leaf):
-            return [leaf[row] for row in rows]
-        return choose(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return pytree.tree_map(chosen, value, is_leaf=has_a_row_each)
-
-
-def rows_of(value: Any, dim: int | None, name: str) -> int | None:
-    """Return the number of rows along ``dim`` in a value's tensors and lists of dicts; None if nothing can be split.
-
-    Raises:
-        InputError: the numbers of rows differ, or a tensor cannot be split along ``dim``.
-
-    """
-    if dim is None:
-        return None
-    rows: int | None = None
-    for leaf in [value] if isinstance(value, Tensor) else pytree.tree_leaves(value, is_leaf=has_a_row_each):
-        if isinstance(leaf, list) and has_a_row_each(leaf):
-            if rows is not None and len(leaf) != rows:
-                raise InputError(
-                    f"a list of dicts must have one dict for each row of a batch; {name} has a list of length "
-                    f"{len(leaf)}, but the number of rows is {rows}; pass a list of length {rows}"
-                )
-            rows = len(leaf)
-        elif isinstance(leaf, Tensor) and leaf.dim() > 0:
-            if leaf.layout != torch.strided:
-                raise InputError(
-                    f"only dense tensors can be split by rows; {name} has a tensor of layout {leaf.layout}; make the "
-                    f"tensor dense, or set split_dims=None for this argument"
-                )
-            if not -leaf.dim() <= dim < leaf.dim():
-                raise InputError(
-                    f"a tensor must have the dim along which it is split; {name} is split along dim {dim}, but has a "
-                    f"tensor of shape {list(leaf.shape)}; set split_dims for this argument, or set it to None to pass "
-                    f"the whole tensor to each micro-batch"
-                )
-            if rows is not None and leaf.shape[dim] != rows:
-                raise InputError(
-                    f"all tensors of a batch must have the same number of rows; in {name}, the number of rows is "
-                    f"{leaf.shape[dim]} in one tensor, but {rows} in another; set split_dims=None for arguments that "
-                    f"are not split"
-                )
-            rows = leaf.shape[dim]
-    return rows
-
-
-def split(value: Any, dim: int | None, parts: int) -> list[Any]:
-    """Split every tensor along ``dim`` into views, as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
-
-    A list of dicts is split into shorter lists. Every part gets the scalar tensors and all other leaves. If ``dim`` is
-    None, every part gets the whole value.
-    """
-    if isinstance(value, Tensor) and value.dim() and dim is not None:
-        return list(torch.tensor_split(value, parts, dim))
-    leaves, spec = pytree.tree_flatten(value, is_leaf=has_a_row_each)
-    cut = [None if dim is None else _parts_of(leaf, dim, parts) for leaf in leaves]
-    return [
-        pytree.tree_unflatten(
-            [leaf if pieces is None else pieces[part] for leaf, pieces in zip(leaves, cut, strict=True)], spec
-        )
-        for part in range(parts)
-    ]
-
-
-def _parts_of(leaf: Any, dim: int, parts: int) -> Sequence[Any] | None:
-    if has_a_row_each(leaf):
-        ends = accumulate(near_equal_parts(len(leaf), parts), initial=0)
-        return [leaf[begin:end] for begin, end in pairwise(ends)]
-    return torch.tensor_split(leaf, parts, dim) if isinstance(leaf, Tensor) and leaf.dim() else None
-
-
-def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
-    """Join the outputs of micro-batches, as the inverse of ``split``: concatenate tensors, and stack scalar tensors.
-
-    A tensor whose size along ``dim`` is not its micro-batch's number of rows is concatenated along dim 0. Other leaves
-    are taken from the first micro-batch.
-
-    Args:
-        values: the output of each micro-batch.
-        rows: the number of rows of each micro-batch.
-        dim: the dimension of the rows. Default: 0.
-
-    """
-    trees = [
-        pytree.tree_flatten(opened(value), is_leaf=partial(_has_a_dict_each, count))
-        for value, count in zip(values, rows, strict=True)
-    ]
-    if any(spec != trees[0][1] for _, spec in trees):  # by chance, a list of dicts is as long as a micro-batch
-        trees = [pytree.tree_flatten(opened(value)) for value in values]
-    merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
-    return pytree.tree_unflatten(merged, trees[0][1])
-
-
-def _has_a_dict_each(rows: int, value: Any) -> bool:
-    return has_a_row_each(value) and len(value) == rows
-
-
-def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
-    if has_a_row_each(column[0]):
-        return [item for piece in column for item in piece]
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    pieces = [piece.to(column[0].device) for piece in column]  # chains of stages may end on different devices
-    return torch.stack(pieces) if pieces[0].dim() == 0 else torch.cat(pieces, row_dim(pieces, rows, dim))
-
-
-def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """Return ``dim`` if the size of each piece along ``dim`` is the number of rows of its micro-batch, else 0."""
-    fits = all(
-        -piece.dim() <= dim < piece.dim() and piece.shape[dim] == count
-        for piece, count in zip(pieces, rows, strict=True)
-    )
-    return dim if fits else 0

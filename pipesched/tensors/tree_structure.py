@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.tensors.payload import children_of, fields_of, has_a_row_each, is_record, leaf_spec, pytree, record_of
+from pipesched.tensors.payload import children_of, fields_of, is_record, leaf_spec, pytree, record_of
 
 __all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
@@ -115,13 +115,18 @@ def positional(forward: Callable[..., Any]) -> list[str]:
     return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
 
 
+#: The name of a leaf: the name of its argument, its place outside lists, and its indices in lists.
+LeafName = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
 def named_leaves(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Iterate over a call's leaves as ((argument name, index in the argument), leaf), in pytree order.
+) -> Iterator[tuple[LeafName, Any]]:
+    """Iterate over a call's leaves as (name, leaf), in pytree order.
 
-    A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict per row,
-    the same names are used for the leaves of each row, because another batch may have more or fewer rows.
+    A leaf has the same name whether its argument is passed by position or by keyword. The leaves of a list have the
+    same names except for their indices, because a list can have one entry for each row, and another batch may have more
+    or fewer rows.
 
     Args:
         names: the names of positional arguments.
@@ -131,9 +136,23 @@ def named_leaves(
     """
     more = (f"argument {position}" for position in range(len(names), len(args)))
     for name, value in (*zip((*names, *more), args, strict=False), *kwargs.items()):
-        number = 0
-        for part in pytree.tree_leaves(value, is_leaf=has_a_row_each):
-            rows = [pytree.tree_leaves(row) for row in part] if has_a_row_each(part) else [[part]]
-            for row in rows:
-                yield from (((name, number + place), leaf) for place, leaf in enumerate(row))
-            number += len(rows[0])
+        for place, indices, leaf in _placed_leaves(value, (), ()):
+            yield (name, place, indices), leaf
+
+
+def _placed_leaves(
+    value: Any, place: tuple[int, ...], indices: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
+    if isinstance(value, Tensor):  # the usual case
+        yield place, indices, value
+        return
+    for number, part in enumerate(pytree.tree_leaves(value, is_leaf=_is_list)):
+        if _is_list(part):
+            for index, one in enumerate(part):
+                yield from _placed_leaves(one, (*place, number), (*indices, index))
+        else:
+            yield (*place, number), indices, part
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list

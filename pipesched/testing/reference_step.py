@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -30,6 +31,7 @@ from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.tree_structure import positional
 from pipesched.testing.unsplit_model import Unsplit
 from pipesched.torch_checks import as_function, as_seed, as_threads
 
@@ -118,6 +120,7 @@ def reference_step(
     first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
     weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction, reduction_order)
+    splitter = replace(splitter, names=positional(whole.forward))
     given = GivenBatch(args, kwargs, target, microbatches)
     batch = _split(splitter, given, has_loss_fn=loss_fn is not None, num_replicas=num_replicas)
     weighting = splitter.weighting(batch)
@@ -142,10 +145,11 @@ def reference_step(
                 target_part = batch.targets[microbatch] if batch.targets else None
                 loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
-                if factor != 0:
+                # edges, because for tensors torch would disable the torch function mode
+                edges = [*([] if factor == 0 else [edge_of(root)]), *run.added_edges()]
+                if edges:
                     with _without_autocast(), run.in_backward:
-                        # edges, because for tensors torch would disable the torch function mode
-                        torch.autograd.backward((edge_of(root), *run.added_edges()))
+                        torch.autograd.backward(edges)
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
         total = parts.end(total)

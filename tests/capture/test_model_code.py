@@ -10,7 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline, graph_of, profile
 from pipesched.errors import GraphError, InputError, ModelTypeError
-from pipesched.tensors.payload import gather, split
+from pipesched.tensors.row_evidence import Evidence
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.row_split import RowSplit
+from pipesched.tensors.rows import Argument, Dim
 from pipesched.testing import reference_step
 from tests.support.models import every_product_deferred
 from tests.support.odd_models import FLOATS, Block, Blocks, check, square
@@ -147,9 +150,9 @@ def test_a_list_of_dicts_has_a_dict_a_row() -> None:
 
 def test_outputs_that_are_a_dict_a_row_are_gathered_in_the_order_of_rows() -> None:
     rows = boxes(1, 2, 3, 4, 5)
-    parts = split({"all": rows}, 0, 3)
+    parts = RowSplit.into(Evidence(), len(rows), 3).parts(Argument("target", {"all": rows}, Dim()))
     assert [[item["id"].item() for item in part["all"]] for part in parts] == [[0, 1], [2, 3], [4]]
-    assert gather(parts, [2, 2, 1]) == {"all": rows}
+    assert OutputRows().joined(parts, [2, 2, 1], Dim()) == {"all": rows}
 
 
 class Pads(nn.Module):

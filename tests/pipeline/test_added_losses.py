@@ -264,3 +264,60 @@ def test_a_wrong_value_in_a_step_names_its_place() -> None:
     ):
         pipe.step(X, target=Y)
     assert "in 1F0 (stage 1, micro-batch 0), rank 1" in caught.value.__notes__[0]
+
+
+class Penalised(nn.Module):
+    """Adds a mean and a sum over rows, in a layer and in code between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+        self.layers[1].register_forward_hook(self._penalise)
+
+    @staticmethod
+    def _penalise(layer: nn.Module, args: Any, output: Tensor) -> None:
+        pipesched.add_loss(0.01 * output.square().sum(), name="sum", reduction="sum")
+        pipesched.add_loss(0.1 * output.square().mean(), name="mean")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        pipesched.add_loss(0.02 * x.abs().sum(), name="between", reduction="sum")
+        made: Tensor = self.head(x)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint"), [("1f1b", "never"), ("zb-h1", "always"), ("interleaved-1f1b", "never")]
+)
+def test_sums_over_rows_are_added_without_weights(name: str, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    model = Penalised()
+    plain, whole = Penalised(), Penalised()
+    for other in (plain, whole):
+        other.load_state_dict(model.state_dict())
+    target = Y.clone()
+    target[:5] = -100  # the labels of the whole first micro-batch
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "seed": 3, "num_microbatches": 4}
+    with pipesched.Pipeline(model, X[:2], schedule=name, checkpoint=checkpoint, **options, **HERE) as pipe:
+        loss = pipe.step(X, target=target)
+        metrics = pipe.metrics
+    assert torch.equal(loss, pipesched.testing.reference_step(plain, X, target=target, **options))
+    assert_equal_bits(gradients(model), gradients(plain))
+    counts = [(part != -100).sum() / (target != -100).sum() for part in target.tensor_split(4)]
+    summed = {"sum": torch.zeros(()), "between": torch.zeros(())}
+    for x, y, weight in zip(X.tensor_split(4), target.tensor_split(4), counts, strict=True):
+        with pipesched.collect_losses() as losses:
+            output = whole(x)
+        own = functional.cross_entropy(output, y) if weight else output.sum() * 0
+        (weight * (own + losses["mean"]) + losses["sum"] + losses["between"]).backward()
+        summed = {key: value + losses[key].detach() for key, value in summed.items()}
+    for key, value in summed.items():
+        torch.testing.assert_close(metrics[key], value)
+    torch.testing.assert_close(gradients(model), gradients(whole))
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(InputError, match="the reduction of an added loss must be 'mean' or 'sum'; got 'none'"):
+        pipesched.add_loss(torch.ones(()), reduction="none")  # type: ignore[arg-type]

@@ -82,16 +82,13 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_arguments_without_rows_in_given_micro_batches_have_a_remedy_that_works(named: bool) -> None:
+def test_given_micro_batches_may_have_arguments_without_rows(named: bool) -> None:
     scale = torch.full((8,), 2.0)
     sample = {"x": X[:4], "scale": scale} if named else (X[:4], scale)
     parts = list(zip(X.split(4), Y.split(4), strict=True))
     cut = [Microbatch(x=x, scale=scale, target=y) if named else Microbatch(x, scale, target=y) for x, y in parts]
     key = "scale" if named else 1
     options = {**OPTIONS, "loss_fn": functional.cross_entropy}
-    said = rf"Numerics\(split_dims=\{{{key!r}: None\}}\); this is micro-batch 0"
-    with Pipeline(Scaled(), sample, **options) as pipe, pytest.raises(InputError, match=said):
-        pipe.step(microbatches=cut)
     with Pipeline(Scaled(), sample, numerics=Numerics(split_dims={key: None}), **options) as pipe:
         torch.testing.assert_close(pipe.step(microbatches=cut), functional.cross_entropy(layers()(X) * 2, Y).detach())
     wrong = Numerics(split_dims={"scala": None})

@@ -143,3 +143,40 @@ def test_wrong_metrics_are_refused(metrics: Any, kind: type[Exception], message:
         with pytest.raises(kind, match=message):
             pipe.step(X, target=Y, metrics=metrics)
         pipe.step(X, target=Y, metrics=scores)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.name = name
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, targets: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": functional.cross_entropy(x, labels if targets is None else targets), "logits": x}
+
+
+@pytest.mark.parametrize("name", ["labels", "targets"])
+@pytest.mark.parametrize("as_given", [False, True])
+def test_a_model_with_its_own_loss_passes_its_labels_as_the_target(name: str, as_given: bool) -> None:
+    net, target = OwnLoss(name), Y.clone()
+    target[0] = -100
+
+    def hits(outputs: Any, target: Tensor) -> dict[str, Tensor]:
+        kept = target != -100
+        return {"hits": (outputs["logits"].argmax(-1) == target)[kept].float().mean()}
+
+    sample = {"x": X[:2], name: Y[:2]}
+    numerics = Numerics(loss_weight=lambda x, **labels: (labels[name] != -100).sum())
+    options: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 2, "boundaries": ["layers.1"]}
+    with Pipeline(net, sample, numerics=numerics, **options, **HERE) as pipe:
+        batch: dict[str, Any] = {"x": X, name: target}
+        if as_given:
+            batch = {
+                "microbatches": [Microbatch(x=X[own], **{name: target[own]}) for own in (slice(0, 5), slice(5, 11))]
+            }
+        for call in (pipe.step, pipe.evaluate):
+            call(**batch, metrics=hits)
+            want = hits(net(**{"x": X, name: target}), target)["hits"]
+            torch.testing.assert_close(pipe.metrics["hits"].float(), want)

@@ -11,7 +11,10 @@ from torch import nn
 from pipesched import Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.runtime.microbatches import Splitter
-from pipesched.tensors.payload import gather, split
+from pipesched.tensors.row_evidence import Evidence
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.row_split import RowSplit
+from pipesched.tensors.rows import Argument, Dim
 from tests.support.random_programs import quick
 
 
@@ -50,8 +53,9 @@ def test_rows_are_split_as_torch_splits_them(rows, parts):
 def test_gather_is_the_inverse_of_split(rows, parts, dim):
     shape = (rows, 3) if dim in (0, -2) else (3, rows)
     value = {"x": torch.randn(shape), "deep": (torch.randn(shape), "text", None, 3)}
-    pieces = split(value, dim, min(rows, parts))
-    back = gather(pieces, [piece["x"].shape[dim] for piece in pieces], dim)
+    split = RowSplit.into(Evidence(), rows, min(rows, parts))
+    pieces = split.parts(Argument("target", value, Dim(dim)))
+    back = OutputRows().joined(pieces, split.sizes, Dim(dim, explicit=True))
     torch.testing.assert_close(back["x"], value["x"], rtol=0, atol=0)
     torch.testing.assert_close(back["deep"][0], value["deep"][0], rtol=0, atol=0)
     assert back["deep"][1:] == value["deep"][1:]
@@ -64,7 +68,7 @@ def test_parts_are_views_of_the_batch():
 
 
 def test_outputs_without_dimensions_are_stacked():
-    assert gather([torch.tensor(1.0), torch.tensor(2.0)], [1, 1]).tolist() == [1.0, 2.0]
+    assert OutputRows().joined([torch.tensor(1.0), torch.tensor(2.0)], [1, 1], Dim()).tolist() == [1.0, 2.0]
 
 
 def test_arguments_keywords_and_trees_are_split_alike():

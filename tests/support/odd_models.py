@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from pipesched import Pipeline
 from pipesched.capture.layered_model import as_model
 from pipesched.program.checkpoint_options import CheckpointMode
-from pipesched.tensors.payload import gather
+from pipesched.tensors.row_join import OutputRows
+from pipesched.tensors.rows import Dim
 from pipesched.testing import reference_step
 
 ROWS = 8
@@ -88,7 +89,7 @@ def check(
             plain = as_model(plain).eval()
             with torch.no_grad():
                 due = [plain(*parts) for parts in zip(*(value.chunk(4) for value in args), strict=True)]
-                torch.testing.assert_close(pipe.forward(*args), gather(due, [2] * 4))
+                torch.testing.assert_close(pipe.forward(*args), OutputRows().joined(due, [2] * 4, Dim()))
 
 
 class Blocks(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesched.program.actions import Action, Kind
@@ -45,8 +46,10 @@ def _described(looks: Sequence[Hashable]) -> str:
 def _shapes(looked: Any) -> str:
     if not isinstance(looked, tuple):
         return str(looked)
-    tensors = (part for part in looked if not isinstance(part, str))
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{[*shape]}" for dtype, shape in tensors)
+    if len(looked) == 2 and isinstance(looked[1], tuple) and isinstance(looked[0], torch.dtype):
+        dtype, shape = looked
+        return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
+    return ", ".join(_shapes(part) for part in looked if not isinstance(part, str))
 
 
 class OrderMessages:

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from pipesched.errors import ExecutionError
 from pipesched.runtime.stage.microbatch_state import Additions, MicrobatchState
 from pipesched.runtime.stage.step_data import StepData
-from pipesched.tensors.added_losses import added_loss, check_scalar, no_graph
+from pipesched.tensors.added_losses import AddedReduction, added_loss, check_scalar, no_graph
 from pipesched.tensors.function_mode import Handler
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key, KeyedRandom
@@ -44,10 +44,14 @@ class AddedLosses:
         """Return the handler for the function that adds a loss, or None for any other function."""
         return self._add if function is added_loss else None
 
-    def scaled(self, value: Tensor) -> Tensor:
-        """Multiply a loss by its micro-batch's weight. A recomputation repeats exactly these operations."""
-        factor = self._additions.factor
+    def scaled(self, value: Tensor, reduction: AddedReduction) -> Tensor:
+        """Multiply a mean by its micro-batch's weight. A recomputation repeats exactly these operations."""
+        factor = self._factor(reduction)
         return value.clone() if factor is None else value * factor
+
+    def _factor(self, reduction: AddedReduction) -> float | None:
+        factor = self._additions.factor
+        return None if reduction == "sum" else factor
 
     @property
     def _additions(self) -> Additions:
@@ -59,13 +63,13 @@ class AddedLosses:
         return saved.added
 
     def _add(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        value, name, position = _arguments(*args, **kwargs)
+        value, name, reduction, position = _arguments(*args, **kwargs)
         check_scalar(value, name)
         if self.grad:
             self._check_graph(value, name)
         additions = self._additions
-        scaled = self.scaled(value)
-        if additions.factor == 0:
+        scaled = self.scaled(value, reduction)
+        if self._factor(reduction) == 0:
             scaled = torch.zeros_like(value)  # a loss with factor 0, even NaN, counts as 0 and has no backward
         elif self.grad and scaled.requires_grad:
             scale = self.step_data.loss_scale
@@ -74,7 +78,7 @@ class AddedLosses:
         place = self._random.place
         if not additions.counted and self.saved is not None:
             of_microbatch = self.step_data.added.setdefault(self.saved.microbatch, {})
-            of_microbatch[place.layer, place.call, position or additions.num_added] = name, scaled.detach()
+            of_microbatch[place.layer, place.call, position or additions.num_added] = name, reduction, scaled.detach()
         additions.num_added += 1
         return value
 
@@ -99,10 +103,12 @@ class _InBackward:
         return self._repeat if function is added_loss else None
 
     def _repeat(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        value: Tensor = _arguments(*args, **kwargs)[0]
-        self._added.scaled(value)  # saves the same tensors for the backward as the first run
+        value, _, reduction, _ = _arguments(*args, **kwargs)
+        self._added.scaled(value, reduction)  # saves the same tensors for the backward as the first run
         return value
 
 
-def _arguments(value: Tensor, name: str, position: int = 0) -> tuple[Tensor, str, int]:
-    return value, name, position
+def _arguments(
+    value: Tensor, name: str, reduction: AddedReduction, position: int = 0
+) -> tuple[Tensor, str, AddedReduction, int]:
+    return value, name, reduction, position

@@ -29,7 +29,7 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, pytree, used_here
+from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, used_here
 
 __all__ = ["Stage", "TreeStage"]
 
@@ -292,11 +292,7 @@ class Stage:
         if step_data.factors is None:
             return None
         target: Any = step_data.targets[microbatch] if step_data.targets else None
-        here = (
-            self._on_device(target)
-            if isinstance(target, Tensor)
-            else pytree.tree_map_only(Tensor, self._on_device, target)
-        )
+        here = self._on_device(target) if isinstance(target, Tensor) else Payload.of(target, self._on_device).value
         return here, step_data.factors[microbatch]
 
     def _body_inputs(self, microbatch: int, path: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.output_metrics import Metrics
+from pipesched.tensors.added_losses import AddedReduction
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload
 
 __all__ = ["Added", "StepData"]
 
-#: The losses that layers added for one micro-batch: (layer, number of its call, position) -> (name, value).
-Added = dict[tuple[str, int, int], tuple[str, Tensor]]
+#: The losses that layers added for one micro-batch: (layer, number of its call, position) -> (name, reduction,
+#: value).
+Added = dict[tuple[str, int, int], tuple[str, AddedReduction, Tensor]]
 
 
 @dataclass
@@ -45,7 +47,8 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-    #: The losses that layers added, already weighted, keyed by micro-batch: place of the call -> (name, value).
+    #: The losses that layers added, already weighted, keyed by micro-batch: place of the call -> (name,
+    #: reduction, value).
     added: dict[int, Added] = field(default_factory=dict)
     #: For each micro-batch, the function that computes metrics from its outputs; empty without metrics=.
     metrics: dict[int, Metrics | None] = field(default_factory=dict)
