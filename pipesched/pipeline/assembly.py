@@ -189,7 +189,9 @@ class Assembly:
         if spec.optimizer is not None:
             tied = self.ties.parameters
             home = self.owners.stage
-            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {}, spec.rules)
+            names = {parameter: name for name, parameter in self._named_parameters()}
+            before = optimizers or {}
+            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, before, names, spec.rules)
         #: Whether some stages update only after the run, when the gradients of tied parameters are complete.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
             spec.updates_by_rules and bool(self.ties.parameters)

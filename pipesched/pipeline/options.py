@@ -86,8 +86,10 @@ class Numerics:
 
     Args:
         split_dims: the dimension along which arguments are split into micro-batches: one number for all arguments, a
-            sequence with one number per positional argument, or a dict keyed by position or keyword (including "target"
-            and "output"). An argument with None instead of a number is not split. Default: 0.
+            sequence with one number per positional argument, or a dict keyed by position or name (including "target"
+            and "output"). An argument with None instead of a number is not split. In place of a number, an argument can
+            have a sequence or a dict with the dimensions of its entries. Default: 0; lists have rows if they have one
+            entry for each row.
         loss_weight: a function that maps the target of a micro-batch (the inputs if there is no target) to the weight
             of the micro-batch in the loss. Default: the micro-batch's number of rows, or the number of labels over
             which a torch.nn loss or the model's own loss averages.

@@ -1,11 +1,11 @@
 """Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
+from pipesched.pipeline.batch_loop import batches
 from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, facts_of, start
 from pipesched.pipeline.cost_book import CostBook, replica_costs
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
@@ -58,6 +59,8 @@ from pipesched.torch_checks import as_call, as_function, as_seed
 
 __all__ = ["Pipeline"]
 
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
@@ -110,9 +113,9 @@ class Pipeline(SavingInterface):
         checkpoint: "never", "always" or "except_last" (all micro-batches except the last) for all stages, or a dict
             with an option per layer, ``{name: "recompute", "recompute-cheap" or "offload"}``. Default: "never", unless
             a memory limit requires checkpointing.
-        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``step`` then updates the
-            weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates the
-            weights.
+        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``params`` is a list of
+            parameters, and ``params.named()`` returns pairs (name, parameter). ``step`` then updates the weights and
+            clears their gradients. Asynchronous schedules require it. Default: the caller updates the weights.
         seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
         init: the source of the weights if the model is a function or on the meta device: "reset" (each module's
             ``reset_parameters``), a function that is called with each module after its ``reset_parameters``, a
@@ -580,6 +583,34 @@ class Pipeline(SavingInterface):
 
         """
         return self._running.flush()
+
+    def batches(self, loader: Iterable[T] | None = None) -> Iterator[T | None]:
+        """Iterate over the batches of a loader. With ``Distributed(inputs="first")``, all ranks end with rank 0.
+
+        ::
+
+            for batch in pipe.batches(loader if rank == 0 else None):
+                if batch is None:  # not rank 0
+                    loss = pipe.step()
+                else:
+                    loss = pipe.step(batch["x"], target=batch["y"])
+
+        Only needed with ``inputs="first"``, where the other ranks do not know the number of batches. Before each batch,
+        rank 0 tells the other ranks whether there is one. They wait as long as rank 0's loader works, even longer than
+        ``timeout``. If rank 0 leaves the loop with ``break``, the loops of the other ranks end as well.
+
+        Args:
+            loader: the batches. Default: None, on ranks that pass no batches.
+
+        Yields:
+            The batches of the loader; None on ranks that pass no batches.
+
+        Raises:
+            InputError: a rank that passes batches has no loader, or another rank has one.
+            Exception: any exception of rank 0's loader; the other ranks raise an ExecutionError.
+
+        """
+        return batches(self._running.host, loader)
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:

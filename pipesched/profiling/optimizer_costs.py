@@ -5,6 +5,7 @@ Times are measured in real steps. `pipesched.profiling.optimizer_memory` compute
 
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from pipesched.checks import shown
 from pipesched.errors import ModelTypeError
+from pipesched.model.named_parameters import NamedParameters
 from pipesched.profiling.optimizer_memory import Upkeep, upkeep_of
 from pipesched.tensors.caller_context import intra_op
 
@@ -63,7 +65,7 @@ def measure_updates(
         return {}
     with intra_op(intra_op_threads), torch.enable_grad():
         weights = list(stands_in.values())
-        made = optimizer(weights)
+        made = optimizer(NamedParameters(stands_in.items()))
         if not isinstance(made, Optimizer):
             raise ModelTypeError(
                 f"optimizer(params) must return a torch.optim.Optimizer; got {shown(made)}; return the optimizer"
@@ -76,9 +78,13 @@ def measure_updates(
     found = {}
     for name, parameter in trained.items():
         form = parameter.shape, parameter.dtype
-        own = known.get(form) or known.setdefault(form, upkeep_of(optimizer, [parameter]))
+        own = known.get(form) or known.setdefault(form, upkeep_of(partial(_made, optimizer, name), [parameter]))
         found[name] = Update(each_s * parameter.nbytes, *own)
     return found
+
+
+def _made(optimizer: Callable[[list[Any]], Optimizer], name: str, parameters: list[Any]) -> Optimizer:
+    return optimizer(NamedParameters((name, parameter) for parameter in parameters))
 
 
 def _step(optimizer: Optimizer, parameters: list[nn.Parameter], device: torch.device) -> float:

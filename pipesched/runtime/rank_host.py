@@ -55,6 +55,8 @@ __all__ = ["Executor", "Inputs", "LossAndMetrics", "MeshRanks", "RankHost", "Seg
 
 T = TypeVar("T")
 
+_CONSTRUCTION = "the construction of a pipeline, where rank 0 measures and decides for all"
+
 #: The types of values that rank 0 decides and sends to the other ranks, in addition to built-in types.
 _DECIDED = (
     Plan,
@@ -151,8 +153,11 @@ class RankHost(Protocol):
     def holds(self, rank: int) -> bool:
         """Return whether a rank runs in this process."""
 
-    def agreed(self, make: Callable[[], T]) -> T:
-        """Call ``make`` in one process, and return its result in all processes."""
+    def agreed(self, make: Callable[[], T], what: str = _CONSTRUCTION) -> T:
+        """Call ``make`` in one process, and return its result in all processes.
+
+        ``what`` names the call in error messages.
+        """
 
     def check(self, program: Program, decided: Any) -> None:
         """Raise ExecutionError unless ``program`` and ``decided`` are the same on all ranks."""
@@ -251,7 +256,7 @@ class ThreadRanks:
     def holds(self, rank: int) -> bool:
         return True
 
-    def agreed(self, make: Callable[[], T]) -> T:
+    def agreed(self, make: Callable[[], T], what: str = _CONSTRUCTION) -> T:
         return make()
 
     def check(self, program: Program, decided: Any) -> None:
@@ -359,6 +364,11 @@ class MeshRanks:
             self.sums = ReplicaSums(whole, shards, CollectiveLane(device, executor.now), executor.check_peers)
 
     @property
+    def gets_first(self) -> bool:
+        """Whether only rank 0 passes a batch."""
+        return self._inputs == "first"
+
+    @property
     def rank(self) -> int:
         """The rank of this process within its replica."""
         return self.grid.position
@@ -378,12 +388,15 @@ class MeshRanks:
     def holds(self, rank: int) -> bool:
         return rank == self.rank
 
-    def agreed(self, make: Callable[[], T]) -> T:
-        what = "the construction of a pipeline"
+    def agreed(self, make: Callable[[], T], what: str = _CONSTRUCTION) -> T:
         given = None
         if self.executor.rank:
             while given is None:  # None is a heartbeat: rank 0 is still working
-                given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
+                given = self.executor.deal(what)
+            if not isinstance(given, list):
+                self.executor.fail(
+                    what, _other_call(self.executor.rank, f"rank 0 called a method, but this rank: {what}")
+                )
             result: T = given[0]
             return result
         with beating(lambda: self._deal_all(what, None, by_heartbeat=True), self._timeout_s):
@@ -483,6 +496,10 @@ class MeshRanks:
             raise ExecutionError(
                 f"rank 0 must pass a valid batch for all ranks; its call to {method} failed before the first action, "
                 f"with {message}; fix the error on rank 0; the pipeline remains usable"
+            )
+        if not isinstance(message, tuple):
+            self.executor.fail(
+                method, _other_call(self.executor.rank, f"rank 0 runs batches(), but this rank {method}()")
             )
         call = received(message)
         if call.method != method:
@@ -598,6 +615,13 @@ class MeshRanks:
         self.executor.close()
         if self.sums is not None:
             self.sums.close()
+
+
+def _other_call(rank: int, said: str) -> InputError:
+    return InputError(
+        f"all ranks must call the same methods in the same order; on rank {rank}, {said}; run the same loop over "
+        f"pipe.batches(...) on every rank, and leave it on every rank in the same step"
+    )
 
 
 def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: ReductionOrder) -> LossAndMetrics:

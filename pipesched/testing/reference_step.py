@@ -145,11 +145,7 @@ def reference_step(
                 target_part = batch.targets[microbatch] if batch.targets else None
                 loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
-                # edges, because for tensors torch would disable the torch function mode
-                edges = [*([] if factor == 0 else [edge_of(root)]), *run.added_edges()]
-                if edges:
-                    with _without_autocast(), run.in_backward:
-                        torch.autograd.backward(edges)
+                run.backward([] if factor == 0 else [root])
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
         total = parts.end(total)
@@ -242,8 +238,6 @@ class _Unpipelined:
                 own[name] for call in capture.calls if not call.reads for name in call.uses if name in own
             )
         self._unsplit = Unsplit(model, layers, self._stand_ins, norms, step_data)
-        self.in_backward = self._unsplit.in_backward
-        self.added_edges = self._unsplit.added.edges
 
     def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
         model = self._model
@@ -271,6 +265,14 @@ class _Unpipelined:
             return output
         own: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
         return own
+
+    def backward(self, roots: Sequence[Tensor]) -> None:
+        """Run the backward pass of a micro-batch's loss, which ``roots`` contains, and of the losses of layers."""
+        # edges, because for tensors torch would disable the torch function mode
+        edges = [*map(edge_of, roots), *self._unsplit.added.edges()]
+        if edges:
+            with _without_autocast(), self._unsplit.in_backward:
+                torch.autograd.backward(edges)
 
     def deliver(self) -> None:
         """Sum each shared weight's gradients over all uses, in call order, and add the sums to ``.grad``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
+from pipesched.model.named_parameters import NamedParameters
 from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
@@ -45,6 +46,7 @@ class Inheritance:
         make: creates an optimizer for a list of parameters.
         before: the optimizers of the old stages, keyed by stage.
         stages: the parameters of the new stages, keyed by stage.
+        names: the names of the parameters in the model.
 
     Raises:
         ModelTypeError: if ``make`` does not return an optimizer, or returns an optimizer that has other parameters.
@@ -56,13 +58,14 @@ class Inheritance:
         make: Callable[[list[Any]], Any],
         before: Mapping[int, Optimizer],
         stages: Mapping[int, list[nn.Parameter]],
+        names: Mapping[nn.Parameter, str],
     ) -> None:
         held = {p: (optimizer, group) for optimizer in before.values() for group, p in _members(optimizer)}
         self._heirs: dict[int, _Heir] = {}
         for index, parameters in stages.items():
             optimizer = before.get(index)
             own = [parameter for parameter in parameters if optimizer is None or parameter not in held]
-            made = _made(make, own)
+            made = _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in own))
             optimizer = optimizer or made
             if optimizer is None:
                 continue
@@ -182,6 +185,7 @@ def optimizers_for(
     tied: Collection[nn.Parameter],
     home: Callable[[nn.Parameter], int | None],
     before: Mapping[int, Optimizer],
+    names: Mapping[nn.Parameter, str],
     rules: GradientRules | None = None,
 ) -> Inheritance:
     """Prepare the optimizers of the new stages: keep an old stage's optimizer, or create one with the user's function.
@@ -193,6 +197,7 @@ def optimizers_for(
             the gradients of all these stages are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages, keyed by stage.
+        names: the names of the parameters in the model.
         rules: how gradients are clipped, scaled and checked before an update. If there are rules and tied parameters,
             all updates wait for the gradients of the tied parameters. Default: None (gradients are not changed before
             updates).
@@ -205,4 +210,5 @@ def optimizers_for(
         stage.optimizer.elsewhere = {parameter for parameter in tied if home(parameter) != index}
         stage.optimizer.late = any(rules is not None or home(parameter) == index for parameter in tied)
         stage.optimizer.rules = rules
-    return Inheritance(optimizer, before, {index: stage.optimizer.parameters for index, stage in stages.items()})
+    own = {index: stage.optimizer.parameters for index, stage in stages.items()}
+    return Inheritance(optimizer, before, own, names)
