@@ -1,12 +1,13 @@
 """Argument checks that do not import torch: types, numbers, sizes and keys. Every error states the remedy."""
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipesched.errors import ArgumentError, ScheduleError
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_type",
     "is_count",
     "is_whole",
+    "short_signature",
     "shown",
 ]
 
@@ -28,7 +30,19 @@ __all__ = [
 LARGEST = 2**63
 #: Upper bound for sizes: 256 TiB, so that sums of sizes fit into 64 bits.
 LARGEST_SIZE = 2**48
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _LONGEST = 80  # the maximum number of characters of a value in an error message
+
+
+def short_signature(function: _Function) -> _Function:
+    """Decorate a function so that ``help`` and ``inspect.signature`` show names and defaults, but no annotations.
+
+    The annotations stay in ``__annotations__`` and in the source, where type checkers and editors read them.
+    """
+    signature = inspect.signature(function)
+    bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    vars(function)["__signature__"] = inspect.Signature(bare)
+    return function
 
 
 def shown(value: Any) -> str:

@@ -5,7 +5,8 @@ nested tensors of the strided layout, which stages cannot exchange. Here the lay
 padding of the last layer's output becomes zeros, as torch's conversion from nested tensors makes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,34 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from pipesched.errors import InputError
 
-__all__ = ["container_class"]
+__all__ = ["container_class", "encoders_in", "padded"]
 
 
 @cache
 def container_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a copied container: for torch's encoder a class that evaluates padded tensors, else kind."""
-    if not issubclass(kind, nn.TransformerEncoder):
+    if issubclass(kind, _PaddedEncoder) or not issubclass(kind, nn.TransformerEncoder):
         return kind
     bases = (_PaddedEncoder,) if kind is nn.TransformerEncoder else (kind, _PaddedEncoder)  # ``super`` finds it
     return type(kind.__name__, bases, {"__module__": kind.__module__})
+
+
+def encoders_in(layer: nn.Module) -> list[nn.Module]:
+    """Return torch's encoders inside a layer, which runs in a function mode. There, torch makes no nested tensors."""
+    return [module for module in layer.modules() if isinstance(module, nn.TransformerEncoder)]
+
+
+@contextmanager
+def padded(encoders: Sequence[nn.Module]) -> Iterator[None]:
+    """During the ``with`` block, these encoders evaluate padded tensors. One thread calls them at a time."""
+    kinds: list[Any] = [type(encoder) for encoder in encoders]
+    for encoder, kind in zip(encoders, kinds, strict=True):
+        encoder.__class__ = container_class(kind)
+    try:
+        yield
+    finally:
+        for encoder, kind in zip(encoders, kinds, strict=True):
+            encoder.__class__ = kind
 
 
 class _PaddedEncoder(nn.TransformerEncoder):
@@ -39,8 +58,8 @@ class _PaddedEncoder(nn.TransformerEncoder):
         options: dict[str, Any] = {"mask": mask, "is_causal": is_causal}
         if self.layers[0].training:
             return super().forward(src, src_key_padding_mask=src_key_padding_mask, **options)
-        padded: Any = SimpleNamespace(layers=self.layers, norm=None)  # without ``use_nested_tensor``
-        output = nn.TransformerEncoder.forward(padded, src, src_key_padding_mask=src_key_padding_mask, **options)
+        plain: Any = SimpleNamespace(layers=self.layers, norm=None)  # without ``use_nested_tensor``
+        output = nn.TransformerEncoder.forward(plain, src, src_key_padding_mask=src_key_padding_mask, **options)
         if src_key_padding_mask is not None and mask is None:
             output = _with_zeros(output, src_key_padding_mask, self)
         return output if self.norm is None else self.norm(output)

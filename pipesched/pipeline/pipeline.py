@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
+from pipesched.checks import short_signature
 from pipesched.errors import ExecutionError, InputError
 from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.model.parameter_order import ParameterOrder
@@ -140,6 +141,7 @@ class Pipeline(SavingInterface):
 
     """
 
+    @short_signature
     @collective
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from pipesched.model.attributes import set_attributes
 from pipesched.model.containers import Shells
 from pipesched.model.module_tree import is_in_a_row
+from pipesched.model.padded_encoder import encoders_in, padded
 from pipesched.model.tied_weights import with_stand_ins
 from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
@@ -141,7 +142,7 @@ class Unsplit:
             own = {key: others[parameter] for key, parameter in named.items() if parameter in others}
             if others and used:
                 args, kwargs = with_stand_ins((args, kwargs), others)
-            with self._random.outside(name, number):
+            with self._random.outside(name, number), padded(encoders_in(layer)):
                 result = torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
             self._counts[name] = number + 1
             return result

@@ -60,8 +60,8 @@ def model_of(**options: Any) -> Model:
     return Model(**options)
 
 
-def pipeline(model: nn.Module, sample: str = "ends", group: Any = None, inputs: Any = "all") -> Pipeline:
-    where = places.place(group or places.OneProcess(2), inputs)
+def pipeline(model: nn.Module, sample: str = "ends", group: Any = None, inputs: Any = "all", **given: Any) -> Pipeline:
+    where = {**places.place(group or places.OneProcess(2), inputs), **given}
     options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "seed": 5, "schedule": "1f1b"}
     return Pipeline(model, (X[:2], MASKS[sample][2:4]), **options, **where)
 
@@ -93,6 +93,40 @@ def test_evaluations(options: dict[str, Any], sample: str, training: bool) -> No
         evaluates_alike(pipe, model_of(**options))
 
 
+class Tower(nn.Module):
+    """A module with an encoder inside, which is small enough to be a layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = Model(**options)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.dropout(self.inner(x, padding))
+
+
+class Towers(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Tower(**options), Tower(**options), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x, padding), padding))
+
+
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(8)])
+@pytest.mark.parametrize("kind", [Model, Towers])
+def test_encoders_inside_layers(kind: type[nn.Module], norm: nn.Module | None) -> None:
+    whole = {Model: ["encoder"], Towers: ["first", "second"]}[kind]
+    torch.manual_seed(0)
+    plain = kind(norm=norm)
+    model = copy.deepcopy(plain)
+    with pipeline(model, whole_layers=whole) as pipe:
+        evaluates_alike(pipe, plain)
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    assert {type(encoder) for encoder in encoders} == {nn.TransformerEncoder}
+
+
 def test_zeros_follow_the_norm() -> None:
     """The norm turns zeros into its bias, so the zeros must be there before the norm."""
     norm = nn.LayerNorm(8)
@@ -112,8 +146,9 @@ def test_the_encoder_is_the_model() -> None:
         torch.testing.assert_close(got, plain.eval()(X, src_key_padding_mask=ENDS))
 
 
+@pytest.mark.parametrize("given", [{}, {"whole_layers": ["encoder"]}, {"checkpoint": "always"}], ids=str)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_an_encoder_in_evaluation_mode_inside_a_model_that_trains(frozen: bool) -> None:
+def test_an_encoder_in_evaluation_mode_inside_a_model_that_trains(frozen: bool, given: dict[str, Any]) -> None:
     """Torch makes nested tensors in a training step only if nothing before the last encoder layer is trained."""
 
     def make() -> Model:
@@ -125,9 +160,10 @@ def test_an_encoder_in_evaluation_mode_inside_a_model_that_trains(frozen: bool) 
         return model
 
     own, plain, loop = make(), make(), make()
-    with pipeline(own) as pipe:
+    with pipeline(own, **given) as pipe:
         loss = pipe.step(X, ENDS, target=TARGET)
-        options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "seed": 5}
+        whole = given.get("whole_layers", [])
+        options: dict[str, Any] = {"whole_layers": whole, "loss_fn": square, "num_microbatches": 4, "seed": 5}
         assert torch.equal(loss, reference_step(loop, X, ENDS, target=TARGET, **options))
     expected = [plain(*rows) for rows in zip(X.chunk(4), ENDS.chunk(4), strict=True)]
     torch.testing.assert_close(loss, square(torch.cat(expected), TARGET).detach())

@@ -1,13 +1,17 @@
 """What a user who is new to Pipeline does first, and what it says to that."""
 
 import copy
+import inspect
 import io
 import pickle
+import pydoc
+import typing
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipesched import Pipeline
 from pipesched.errors import ArgumentError, ExecutionError, InputError
 from pipesched.testing import reference_step
 from tests.support.peer_cases import linears, mse, pipeline, rows
@@ -114,3 +118,19 @@ def test_a_loss_is_a_plain_tensor_in_all_else():
     loss += penalty
     loss.backward()
     assert penalty.grad == 2
+
+
+def test_help_shows_the_names_and_defaults_of_the_arguments() -> None:
+    lines = pydoc.plain(pydoc.render_doc(Pipeline)).splitlines()
+    shown = [line.strip(" |") for line in lines if "whole_layers=()" in line]
+    assert [line.partition("(")[0] for line in shown] == ["Pipeline", "__init__"]
+    assert all("schedule='auto', num_microbatches=None" in line and len(line) < 500 for line in shown)
+
+
+def test_the_signature_binds_like_the_constructor_whose_annotations_stay() -> None:
+    bound = inspect.signature(Pipeline).bind("model", "sample", schedule="1f1b")
+    assert bound.arguments == {"model": "model", "sample": "sample", "schedule": "1f1b"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'schedul'"):
+        inspect.signature(Pipeline).bind("model", "sample", schedul="1f1b")
+    named = inspect.signature(Pipeline).parameters
+    assert {"self", "return", *named} == {"self", *typing.get_type_hints(Pipeline.__init__)}

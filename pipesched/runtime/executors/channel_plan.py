@@ -4,7 +4,7 @@ Messages with equal layout keys are predicted to have equal layouts.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -40,16 +40,16 @@ def look(value: Any) -> Hashable:
 
 def _described(looks: Sequence[Hashable]) -> str:
     """Describe the shapes of micro-batches from their ``look``, as in "3 x float32[2, 8] and 1 x float32[1, 8]"."""
-    return " and ".join(f"{len([*same])} x {_shapes(one)}" for one, same in groupby(looks))
+    return " and ".join(f"{len([*same])} x {', '.join(_shapes(one))}" for one, same in groupby(looks))
 
 
-def _shapes(looked: Any) -> str:
-    if not isinstance(looked, tuple):
-        return str(looked)
-    if len(looked) == 2 and isinstance(looked[1], tuple) and isinstance(looked[0], torch.dtype):
-        dtype, shape = looked
-        return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
-    return ", ".join(_shapes(part) for part in looked if not isinstance(part, str))
+def _shapes(looked: Any) -> Iterator[str]:
+    """Return the tensors in a ``look``, or in a pair of a ``look`` and a path."""
+    for part in looked if isinstance(looked, tuple) else ():
+        if isinstance(part, tuple) and part and isinstance(part[0], torch.dtype):
+            yield f"{str(part[0]).removeprefix('torch.')}{[*part[1]]}"
+        else:
+            yield from _shapes(part)
 
 
 class OrderMessages:

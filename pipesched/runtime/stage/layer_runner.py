@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
+from pipesched.model.padded_encoder import encoders_in, padded
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.added_losses import AddedLosses
@@ -88,6 +89,7 @@ class LayerRunner:
         self._moves_buffers = bool(self._copies)
         self._changes = AttributeChanges(self.modules.values())
         self._modifies_input: bool | None = None
+        self._encoders: dict[nn.Module, list[nn.Module]] = {}  # layer -> torch's encoders in it
         self._splits: bool | None = (
             None  # whether weight gradients can be deferred; None before the step's first split forward
         )
@@ -270,7 +272,16 @@ class LayerRunner:
     def _call(self, name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer with its own tensors, and with random numbers keyed to this call."""
         self._random.enter(self._random.key, name, number)
+        if encoders := self._encoders_of(layer):
+            with padded(encoders):
+                return layer(*args, **kwargs)
         return layer(*args, **kwargs)
+
+    def _encoders_of(self, layer: nn.Module) -> list[nn.Module]:
+        found = self._encoders.get(layer)
+        if found is None:
+            found = self._encoders[layer] = encoders_in(layer)
+        return found
 
     def _call_watched(
         self,
@@ -318,7 +329,8 @@ class LayerRunner:
     ) -> Any:
         if self._compiled is not None:
             return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
-        return call_with(own, layer, args, kwargs)
+        with padded(encoders) if (encoders := self._encoders_of(layer)) else _NO_CONTEXT:
+            return call_with(own, layer, args, kwargs)
 
     def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
         """Compute the scaled loss of the last stage's output; return the output itself if the step has no loss."""
