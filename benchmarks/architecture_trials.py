@@ -21,11 +21,11 @@ import transformers
 from model_inputs import Recipe, learned, microbatch, recipes
 from tiny_configs import tiny_configs
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipesched import Microbatch, Pipeline
 from pipesched.errors import PipeschedError
+from pipesched.tensors.payload import pytree
 from pipesched.testing import reference_step
 
 __all__ = ["BATCHES", "trial"]

@@ -29,6 +29,7 @@ __all__ = ["IGNORED", "counted_labels", "counts", "labels_in"]
 #: The label that torch's losses ignore.
 IGNORED = -100
 _NAME = "labels"
+_MASK = "attention_mask"
 _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
@@ -42,7 +43,8 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
     count = _WAYS[way]
 
     def loss_weight(*args: Any, **kwargs: Any) -> float:
-        return count(_labels_in(model, args, kwargs))
+        named = _named(model, args, kwargs)
+        return count(named[_NAME], named.get(_MASK))
 
     return loss_weight
 
@@ -75,7 +77,8 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         return _unknown(
             f"the model returns no scalar loss, or the model is not on a CPU and no label of the sample is {IGNORED}"
         )
-    weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
+    parts = [_named(model, *part) for part in _probe(model, sample, given)[1:]]
+    weights = {way: [count(part[_NAME], part.get(_MASK)) for part in parts] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
@@ -85,18 +88,32 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     return None if fitting[0] == "rows" else fitting[0]
 
 
-def _count(labels: Tensor) -> float:
+def _count(labels: Tensor, mask: Tensor | None) -> float:
     return float((labels != IGNORED).sum())
 
 
-def _count_shifted(labels: Tensor) -> float:
-    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # not applicable with one label per row
+def _count_shifted(labels: Tensor, mask: Tensor | None) -> float:
+    return _count(labels[..., 1:], mask) if labels.dim() > 1 else _NEVER  # not applicable with one label per row
 
 
-_WAYS: Mapping[str, Callable[[Tensor], float]] = {
-    "rows": lambda labels: float(len(labels)),
+def _count_seen(labels: Tensor, mask: Tensor | None) -> float:
+    """Count the labels that the mask does not hide."""
+    if mask is None or not _is_mask_of(labels, mask):
+        return _NEVER
+    return _count(torch.where(mask.to(labels.device) == 0, IGNORED, labels), None)
+
+
+def _is_mask_of(labels: Tensor, mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.shape == labels.shape and labels.dim() > 1
+
+
+_NEVER = -1.0  # the weight of a way that does not apply
+#: Each way takes a micro-batch's labels and its attention mask.
+_WAYS: Mapping[str, Callable[[Tensor, Tensor | None], float]] = {
+    "rows": lambda labels, mask: float(len(labels)),
     "labels": _count,
     "labels except the first in each row": _count_shifted,
+    "labels that attention_mask does not hide": _count_seen,
 }
 
 
@@ -138,6 +155,8 @@ def _probe(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return three inputs (args, kwargs) of the model: the probe's four rows, the first two, and the last two."""
     marked = torch.cat(_marked(labels))
+    mask = _named(model, *sample).get(_MASK)
+    masks = _masks(mask) if isinstance(mask, Tensor) and _is_mask_of(labels, mask) else None
 
     given = [Argument(name, value, Dim()) for name, value in (*enumerate(sample[0]), *sample[1].items())]
     has = rows_of_batch(given)
@@ -147,12 +166,25 @@ def _probe(
         split = RowSplit.choosing(has, [numbers])
         picked = [split.parts(argument)[0] for argument in given]
         args, kwargs = tuple(picked[: len(sample[0])]), dict(zip(sample[1], picked[len(sample[0]) :], strict=True))
-        if _NAME in kwargs:  # replaced by name, because the same tensor may also be another argument
-            return args, {**kwargs, _NAME: marked[chosen]}
-        place = [*inspect.signature(model.forward).parameters].index(_NAME)
-        return (*args[:place], marked[chosen], *args[place + 1 :]), kwargs
+        args, kwargs = _replaced(model, args, kwargs, _NAME, marked[chosen])
+        return (args, kwargs) if masks is None else _replaced(model, args, kwargs, _MASK, masks[chosen])
 
     return [rows(slice(0, 4)), rows(slice(0, 2)), rows(slice(2, 4))]
+
+
+def _masks(mask: Tensor) -> Tensor:
+    """Return the masks of the probe's four rows. Only the last one hides a place, the last in the row."""
+    masks = torch.ones_like(mask[torch.arange(4) % len(mask)])
+    masks[3, -1] = 0
+    return masks
+
+
+def _replaced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:
+    """Replace an argument by its name, because the same tensor may also be another argument."""
+    if name in kwargs:
+        return args, {**kwargs, name: value}
+    place = [*inspect.signature(model.forward).parameters].index(name)
+    return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
 def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor] | None:

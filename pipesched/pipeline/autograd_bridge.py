@@ -104,7 +104,7 @@ class _Through(torch.autograd.Function):
     def forward(ctx: Any, opened: OpenPass, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.opened = opened
         ctx.set_materialize_grads(False)
-        return outputs
+        return tuple(output.data for output in outputs)  # ``opened`` must not hold the results, which hold ``ctx``
 
     @staticmethod
     @torch.autograd.function.once_differentiable

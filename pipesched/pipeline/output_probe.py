@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
-from pipesched.model.state_guard import set_aside, untouched
+from pipesched.model.containers import MetaTwin
+from pipesched.model.state_guard import untouched
 from pipesched.runtime.microbatches import Splitter
 from pipesched.tensors.meta_tensors import Beside
 from pipesched.tensors.payload import pytree
@@ -47,7 +48,6 @@ def probed_output(
 
 
 def _output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = dict(model.named_parameters()) | dict(model.named_buffers())
-    own = {name: torch.empty_like(tensor, device=_META) for name, tensor in named.items()}
-    with set_aside(model), untouched(model, model.training), torch.no_grad(), Beside(_META):
-        return torch.func.functional_call(model, own, args, kwargs)
+    twin = MetaTwin(model).layer
+    with untouched(twin, model.training), torch.no_grad(), Beside(_META):
+        return twin(*args, **kwargs)

@@ -89,7 +89,8 @@ class LayerRunner:
         self._moves_buffers = bool(self._copies)
         self._changes = AttributeChanges(self.modules.values())
         self._modifies_input: bool | None = None
-        self._encoders: dict[nn.Module, list[nn.Module]] = {}  # layer -> torch's encoders in it
+        layers = body.layers.values()
+        self._encoders = {layer: found for layer in layers if (found := encoders_in(layer))}  # torch's, by layer
         self._splits: bool | None = (
             None  # whether weight gradients can be deferred; None before the step's first split forward
         )
@@ -272,16 +273,10 @@ class LayerRunner:
     def _call(self, name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer with its own tensors, and with random numbers keyed to this call."""
         self._random.enter(self._random.key, name, number)
-        if encoders := self._encoders_of(layer):
-            with padded(encoders):
+        if layer in self._encoders:
+            with padded(self._encoders[layer]):
                 return layer(*args, **kwargs)
         return layer(*args, **kwargs)
-
-    def _encoders_of(self, layer: nn.Module) -> list[nn.Module]:
-        found = self._encoders.get(layer)
-        if found is None:
-            found = self._encoders[layer] = encoders_in(layer)
-        return found
 
     def _call_watched(
         self,
@@ -329,7 +324,7 @@ class LayerRunner:
     ) -> Any:
         if self._compiled is not None:
             return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
-        with padded(encoders) if (encoders := self._encoders_of(layer)) else _NO_CONTEXT:
+        with padded(self._encoders[layer]) if layer in self._encoders else _NO_CONTEXT:
             return call_with(own, layer, args, kwargs)
 
     def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
