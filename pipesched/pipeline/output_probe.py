@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
+from pipesched.model.stale_weights import StaleGuard
 from pipesched.model.state_guard import set_aside, untouched
 from pipesched.runtime.microbatches import Splitter
 from pipesched.tensors.meta_tensors import Beside
@@ -21,7 +22,11 @@ _META = torch.device("meta")
 
 
 def probed_output(
-    model: nn.Module, splitter: Splitter, sample: tuple[tuple[Any, ...], dict[str, Any]], other_than: int
+    model: nn.Module,
+    guard: StaleGuard,
+    splitter: Splitter,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    other_than: int,
 ) -> tuple[Any, int] | None:
     """Return (output, number of rows) of a forward; the output's tensors are on the meta device.
 
@@ -29,6 +34,7 @@ def probed_output(
 
     Args:
         model: the user's module.
+        guard: the StaleGuard, which refuses other forwards of a model whose weights are stale.
         splitter: splits a batch like the sample.
         sample: the arguments (args, kwargs) of a forward.
         other_than: a number of rows that the forward must not have.
@@ -41,7 +47,7 @@ def probed_output(
         return None
     without_values = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), inputs)
     for args, kwargs in (inputs, without_values):  # code may read the values of inputs, such as masks
-        with suppress(Exception):  # any error of a model's code
+        with guard.lifted(), suppress(Exception):  # any error of a model's code
             return _output(model, args, kwargs), rows
     return None
 
