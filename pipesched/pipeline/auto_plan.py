@@ -26,7 +26,7 @@ from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.profiling.profile_model import put_updates
 from pipesched.runtime.executors.channel_plan import look
-from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.microbatches import Microbatch, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, costs_of
 from pipesched.simulation.overheads import Machine, Overheads, RanksAre
@@ -139,7 +139,8 @@ class AutoPlan:
 
     def _sample_size(self) -> Size:
         splitter = Splitter(1, fixed=False, split_dims=self.numerics.split_dims)
-        return splitter.batch(*as_call(self.sample)).sizes(look)[0]
+        args, kwargs = as_call(self.sample)
+        return splitter.as_given([Microbatch(*args, **kwargs)]).sizes(look)[0]
 
     def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
         """Return the given profile, or measure the layers.

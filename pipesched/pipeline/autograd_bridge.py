@@ -63,7 +63,7 @@ def attach(opened: OpenPass, joins: OutputRows) -> Any:
     if any(wanted):
         inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
         anchor = torch.empty(0, requires_grad=True)
-        pieces = tuple(chain.from_iterable(wanted))
+        pieces = tuple(piece.detach() for piece in chain.from_iterable(wanted))  # the step data keeps the originals
         results = iter(_Through.apply(opened, pieces, anchor, *inputs))  # type: ignore[no-untyped-call]
         values = [output.with_wanted(tuple(islice(results, len(output.wanted)))) for output in outputs]
     return opened.batch.gathered(values, opened.weighting, joins)

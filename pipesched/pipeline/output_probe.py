@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
-from pipesched.model.containers import MetaTwin
-from pipesched.model.state_guard import untouched
+from pipesched.model.stale_weights import StaleGuard
+from pipesched.model.state_guard import set_aside, untouched
 from pipesched.runtime.microbatches import Splitter
 from pipesched.tensors.meta_tensors import Beside
 from pipesched.tensors.payload import pytree
@@ -22,7 +22,11 @@ _META = torch.device("meta")
 
 
 def probed_output(
-    model: nn.Module, splitter: Splitter, sample: tuple[tuple[Any, ...], dict[str, Any]], other_than: int
+    model: nn.Module,
+    guard: StaleGuard,
+    splitter: Splitter,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    other_than: int,
 ) -> tuple[Any, int] | None:
     """Return (output, number of rows) of a forward; the output's tensors are on the meta device.
 
@@ -30,6 +34,7 @@ def probed_output(
 
     Args:
         model: the user's module.
+        guard: the StaleGuard, which refuses other forwards of a model whose weights are stale.
         splitter: splits a batch like the sample.
         sample: the arguments (args, kwargs) of a forward.
         other_than: a number of rows that the forward must not have.
@@ -42,12 +47,13 @@ def probed_output(
         return None
     without_values = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), inputs)
     for args, kwargs in (inputs, without_values):  # code may read the values of inputs, such as masks
-        with suppress(Exception):  # any error of a model's code
+        with guard.lifted(), suppress(Exception):  # any error of a model's code
             return _output(model, args, kwargs), rows
     return None
 
 
 def _output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    twin = MetaTwin(model).layer
-    with untouched(twin, model.training), torch.no_grad(), Beside(_META):
-        return twin(*args, **kwargs)
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    own = {name: torch.empty_like(tensor, device=_META) for name, tensor in named.items()}
+    with set_aside(model), untouched(model, model.training), torch.no_grad(), Beside(_META):
+        return torch.func.functional_call(model, own, args, kwargs)

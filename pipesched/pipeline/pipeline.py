@@ -261,7 +261,7 @@ class Pipeline(SavingInterface):
             asked = Pins(list(layers.layers), boundaries, together)
             splitter = Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order)
             splitter = splitter.knowing(positional(module.forward), *call)
-            splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, splitter, call)))
+            splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, self._guard, splitter, call)))
             plan, request = choose_plan(auto_plan, request, plan, host, self._book)
             self._running = start(
                 model=model,

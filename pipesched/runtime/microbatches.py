@@ -281,12 +281,9 @@ class Splitter:
         split = RowSplit(self.evidence, rows, sizes)
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split.parts(argument) for argument in given]
-        names = list(kwargs)
+        ordered, named = columns[: len(args)], dict(zip(kwargs, columns[len(args) :], strict=False))
         inputs = [
-            (
-                tuple([column[part] for column in columns[: len(args)]]),
-                {name: column[part] for name, column in zip(names, columns[len(args) :], strict=False)},
-            )
+            (tuple([column[part] for column in ordered]), {name: column[part] for name, column in named.items()})
             for part in range(count)
         ]
         targets = [] if target is None else columns[-1]

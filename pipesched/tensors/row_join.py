@@ -124,13 +124,10 @@ class _Join:
         pieces = [piece.to(here) for piece in pieces]  # chains of stages may end on different devices
         if not pieces[0].dim():
             return torch.stack(pieces) if all(not piece.dim() for piece in pieces) else pieces
-        if len(pieces) == 1:
-            return pieces[0]
-        at = self._dim_of(place, pieces, dim)
-        if at is None:
-            return pieces
-        others = {(*piece.shape[:at], *piece.shape[at + 1 :]) for piece in pieces}
-        return torch.cat(pieces, at) if len(others) == 1 else pieces
+        at = 0 if len(pieces) == 1 else self._dim_of(place, pieces, dim)
+        if at is None or len({(*piece.shape[:at], *piece.shape[at + 1 :]) for piece in pieces}) > 1:
+            return [piece.clone() for piece in pieces]
+        return torch.cat(pieces, at)
 
     def _dim_of(self, place: Place, pieces: Sequence[Any], dim: Dim) -> int | None:
         """Return the dim along which tensors are concatenated; None if they cannot be concatenated."""

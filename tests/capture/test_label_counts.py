@@ -282,3 +282,37 @@ def test_scalars_that_are_not_the_loss_stay_one_for_each_micro_batch() -> None:
         output = pipe.evaluate(text=text(8), labels=padded(8), return_outputs=True)[1]
     assert output["loss"].dim() == 0
     assert output["largest"].shape == (4,)
+
+
+class Tagger(Language):
+    """Averages its loss over the labels that the attention mask does not hide."""
+
+    def __init__(self) -> None:
+        super().__init__("labels")
+
+    def forward(  # type: ignore[override]
+        self, text: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Any]:
+        seen = labels if attention_mask is None else torch.where(attention_mask == 1, labels, IGNORED)
+        return super().forward(text, seen)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_labels_that_a_mask_hides_do_not_count_whatever_the_sample_hides(padded: bool) -> None:
+    torch.manual_seed(0)
+    plain = Tagger().eval()
+    own = copy.deepcopy(plain)
+    text = torch.randint(0, VOCABULARY, (8, 6))
+    mask = (torch.arange(6) < torch.tensor([6, 6, 6, 6, 2, 3, 1, 6])[:, None]).long()
+    rows = slice(4, 6) if padded else slice(0, 2)
+    sample = {"text": text[rows], "attention_mask": mask[rows], "labels": text[rows]}
+    batch = {"text": text, "attention_mask": mask, "labels": text}
+    with Pipeline(own, sample, devices=["cpu"] * 2, num_microbatches=4, schedule="1f1b", seed=0) as pipe:
+        loss = pipe.step(**batch)
+        due = plain(**batch)["loss"]
+        torch.testing.assert_close(loss, due.detach())
+        due.backward()
+        for one, other in zip(own.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+    reference = copy.deepcopy(own)
+    assert torch.equal(loss, reference_step(reference, **batch, num_microbatches=4, seed=0))

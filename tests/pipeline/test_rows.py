@@ -595,3 +595,15 @@ def test_values_that_differ_between_microbatches_come_back_as_a_list() -> None:
     assert output["rows"] == [2, 2, 2, 1]
     assert output["name"] == "a"
     assert output["texts"] == ["row of 2"] * 6 + ["row of 1"]
+
+
+@pytest.mark.filterwarnings("ignore:the model is too small")
+def test_a_plan_is_found_for_a_packed_sample() -> None:
+    parts = [packed([4, 4]), packed([2, 6])]
+    model = Packed()
+    plain = copy.deepcopy(model)
+    for part in parts:
+        (plain(**part) * 0.5).backward()
+    with Pipeline(model, parts[0], devices=["cpu"] * 2, num_microbatches=2) as pipe:
+        pipe.step(microbatches=[Microbatch(**part) for part in parts])
+    assert_gradients_as(model, plain)
