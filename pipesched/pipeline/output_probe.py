@@ -18,6 +18,8 @@ from pipesched.tensors.payload import pytree
 
 __all__ = ["probed_output"]
 
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
 _META = torch.device("meta")
 
 
@@ -25,7 +27,8 @@ def probed_output(
     model: nn.Module,
     guard: StaleGuard,
     splitter: Splitter,
-    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    sample: _Inputs,
+    given: _Inputs | None,
     other_than: int,
 ) -> tuple[Any, int] | None:
     """Return (output, number of rows) of a forward; the output's tensors are on the meta device.
@@ -37,12 +40,13 @@ def probed_output(
         guard: the StaleGuard, which refuses other forwards of a model whose weights are stale.
         splitter: splits a batch like the sample.
         sample: the arguments (args, kwargs) of a forward.
+        given: the arguments of another forward, to use if this process has them.
         other_than: a number of rows that the forward must not have.
 
     """
     rows = max(splitter.evidence.rows or 1, other_than) + 1
     try:
-        inputs = splitter.resized(*sample, None, rows).inputs[0]
+        inputs = splitter.resized(*(given if given and any(given) else sample), None, rows).inputs[0]
     except InputError:
         return None
     without_values = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), inputs)

@@ -99,7 +99,7 @@ class StepRunner:
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows) // running.host.replicas_per_batch).groups
             weighting = running.splitter.weighting(batch, groups, self._across)
-            return StepCall("step", self._measurable(batch, metrics), weighting, **wanted)
+            return StepCall("step", batch if metrics is None else self._measurable(batch), weighting, **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -159,7 +159,7 @@ class StepRunner:
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
             weighting = running.splitter.weighting(batch, across=self._across)
-            return StepCall("evaluate", self._measurable(batch, metrics), weighting, **wanted)
+            return StepCall("evaluate", batch if metrics is None else self._measurable(batch), weighting, **wanted)
 
         running = self._running
         running.flush()
@@ -271,9 +271,9 @@ class StepRunner:
         check_target(target, has_loss_fn=has_loss_fn, call=call, without="call forward()")
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
-    def _measurable(self, batch: Batch, metrics: Metrics | None) -> Batch:
+    def _measurable(self, batch: Batch) -> Batch:
         """Return a batch whose targets ``metrics`` gets: without a loss_fn, the labels among the model's inputs."""
-        if metrics is None or self._has_loss_fn:
+        if self._has_loss_fn:
             return batch
         labels = [labels_in(self._model, *inputs) for inputs in batch.inputs]
         return batch if labels[0] is None else replace(batch, targets=labels)

@@ -145,10 +145,10 @@ class Batch:
             return list(outputs)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
-            return joins.joined(outputs, self.rows, self.output_dim)
+            return joins.joined(outputs, self.rows, self.output_dim, self.inputs[0])
         losses, others = zip(*(_without_loss(output, places) for output in outputs), strict=True)
         total = weighting.total(weighting.weighted(losses))
-        whole = opened(joins.joined(others, self.rows, self.output_dim))
+        whole = opened(joins.joined(others, self.rows, self.output_dim, self.inputs[0]))
         return pytree.tree_map(lambda leaf: total if leaf is _LOSS else leaf, whole)
 
 
@@ -277,7 +277,8 @@ class Splitter:
                 f"{counted(rows, 'row')}; pass at least {num_replicas} rows"
             )
         sizes = near_equal_parts(rows, count)
-        check_layout(given, self.evidence, rows, sizes)
+        if not self.evidence.layout_known:
+            check_layout(given, self.evidence, rows, sizes)
         split = RowSplit(self.evidence, rows, sizes)
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split.parts(argument) for argument in given]
@@ -387,7 +388,10 @@ class Splitter:
         given = [Argument(place, value, self._dim(place)) for place, value in enumerate(args)]
         given += [Argument(name, value, self._dim(name)) for name, value in kwargs.items()]
         if target is not None:
-            given.append(Argument("target", target, self._target_dim(target, given)))
+            one_dim = isinstance(self.split_dims, int) and self.split_dims
+            given.append(
+                Argument("target", target, self._target_dim(target, given) if one_dim else self._dim("target"))
+            )
         return given
 
     def _check_names(self, num_args: int, kwargs: Mapping[str, Any]) -> None:
@@ -414,9 +418,7 @@ class Splitter:
         of rows; otherwise the target is split along dim 0.
         """
         dim = self._dim("target")
-        number = self.split_dims
-        if not isinstance(number, int) or not number:
-            return dim
+        number = dim.number
         rows = next(iter(row_counts(given).values()), None)
         tensors = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         fits = all(-leaf.dim() <= number < leaf.dim() and leaf.shape[number] == rows for leaf in tensors)

@@ -7,6 +7,7 @@ entry for each micro-batch.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from pipesched.tensors.structures import Structure, is_opaque, object_tensors, s
 
 __all__ = ["OutputRows", "Unavailable"]
 
-#: Returns (output, number of rows) of a run with other than these numbers of rows; None if there is no such run.
-Probe = Callable[[int], tuple[Any, int] | None]
+#: (inputs of a micro-batch, number of rows) -> (output, number of rows) of a run with another number of rows. None if
+#: there is no such run.
+Probe = Callable[[Any, int], tuple[Any, int] | None]
 
 _ABSENT = object()
 
 
-def _no_probe(rows: int) -> None:
+def _no_probe(inputs: Any, rows: int) -> None:
     return None
 
 
@@ -34,7 +36,7 @@ class OutputRows:
     """Joins the outputs of micro-batches, and remembers in which dimensions the outputs of a model have rows.
 
     Args:
-        probe: runs the model's code on another number of rows than its argument. Default: no probe.
+        probe: runs the model's code on another number of rows. Default: no probe.
 
     """
 
@@ -43,26 +45,31 @@ class OutputRows:
         self._known: dict[Place, int | None] = {}  # None: the tensor has no rows
         self._by_row: dict[Place, bool] = {}
 
-    def joined(self, values: Sequence[Any], rows: Sequence[int], dim: Dim) -> Any:
+    def joined(self, values: Sequence[Any], rows: Sequence[int], dim: Dim, inputs: Any = None) -> Any:
         """Return the output of the whole batch.
 
         Args:
             values: the output of each micro-batch.
             rows: the number of rows of each micro-batch.
             dim: the part of ``split_dims`` for the output.
+            inputs: the inputs (args, kwargs) of the first micro-batch. Default: unknown.
 
         Raises:
             InputError: an output cannot be joined along the dimension that ``split_dims`` names.
 
         """
-        return _Join(rows, self._probe, self._known, self._by_row).of(("output",), values, dim)
+        return _Join(rows, partial(self._probe, inputs), self._known, self._by_row).of(("output",), values, dim)
 
 
 class _Join:
     """Joins the outputs of one batch."""
 
     def __init__(
-        self, rows: Sequence[int], probe: Probe, known: dict[Place, int | None], by_row: dict[Place, bool]
+        self,
+        rows: Sequence[int],
+        probe: Callable[[int], tuple[Any, int] | None],
+        known: dict[Place, int | None],
+        by_row: dict[Place, bool],
     ) -> None:
         self._rows = list(rows)
         self._probe = probe

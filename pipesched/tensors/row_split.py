@@ -51,8 +51,10 @@ class RowSplit:
 
     def parts(self, argument: Argument) -> list[Any]:
         """Return the parts of an argument. A value without rows is in every part."""
-        if isinstance(argument.value, Tensor) and argument.value.dim() and argument.dim.given is not None:
-            return self._cut_tensor((argument.key,), argument.value, argument.dim)
+        if isinstance(argument.value, Tensor) and self.chosen is None and argument.value.dim():
+            if argument.dim.given is not None:  # rows_of_batch has checked the number of rows
+                return list(torch.tensor_split(argument.value, len(self.sizes), argument.dim.number))
+            return [argument.value] * len(self.sizes)
         made = self._cut((argument.key,), argument.value, argument.dim, self.evidence.sample.get(argument.key), ())
         return [argument.value] * len(self.sizes) if made is None else made
 

@@ -14,7 +14,7 @@ If both fit, or neither, the list is refused, and the error names the entry of `
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,12 @@ class Dim:
     given: Any = 0
     #: Whether the user named this value in ``split_dims``.
     explicit: bool = False
+    #: The dim of a tensor; 0 if dims are given by entry.
+    number: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.given, int):
+            object.__setattr__(self, "number", self.given)
 
     def inside(self, key: Any) -> "Dim":
         """Return the part that applies to an entry of the value."""
@@ -65,11 +71,6 @@ class Dim:
             within = isinstance(key, int) and key < len(given)
             return Dim(given[key], explicit=True) if within else Dim()
         return Dim(given)
-
-    @property
-    def number(self) -> int:
-        """The dim of a tensor; 0 if dims are given by entry."""
-        return self.given if isinstance(self.given, int) else 0
 
 
 class Argument(NamedTuple):
@@ -128,7 +129,10 @@ def rows_of_batch(given: Sequence[Argument]) -> int:
     first: Place | None = None
     rows = 0
     for argument in given:
-        for place, leaf, dim in _leaves_with_rows((argument.key,), argument.value, argument.dim):
+        key, value, own = argument
+        is_one = isinstance(value, Tensor) and value.dim() and own.given is not None
+        leaves = [((key,), value, own.number)] if is_one else _leaves_with_rows((key,), value, own)
+        for place, leaf, dim in leaves:
             has = dense_rows(leaf, dim, place) if isinstance(leaf, Tensor) else len(leaf)
             if first is None:
                 first, rows = place, has
