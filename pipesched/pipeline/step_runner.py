@@ -267,8 +267,9 @@ class StepRunner:
                 f"no target=, but the sample has {counted(self._num_inputs, 'positional argument')}; call "
                 f"{method}({inputs}, target=y)"
             )
-        has_loss_fn, call = self._has_loss_fn, f"{method}(x, target=x)"
-        check_target(target, has_loss_fn=has_loss_fn, call=call, without="call forward()")
+        if self._has_loss_fn != (target is not None):
+            call = f"{method}(x, target=x)"
+            check_target(target, has_loss_fn=self._has_loss_fn, call=call, without="call forward()")
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
     def _measurable(self, batch: Batch) -> Batch:
