@@ -143,7 +143,8 @@ class Paths:
     def _forget(self, paths: Sequence[int]) -> None:
         for path in paths:
             dropped = self.captures.pop(path)
-            if self._number_of[dropped.way] == path:
+            self._used.pop(path, None)
+            if self._number_of.get(dropped.way) == path:  # a path with more queries may have taken the place
                 del self._number_of[dropped.way]
 
     def _path_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> int:
