@@ -55,7 +55,7 @@ def test_a_profile_that_lies_is_found_out_by_running() -> None:
     plan = pipesched.tune(model, X, profile=lie, loss_fn=mse, target=Y, confirm=2, all_ranks=True, **choices)
     assert plan.boundaries == ["3"]
     assert plan.costs is not None
-    assert plan.costs.forward_s[0] < 0.05 <= plan.costs.forward_s[1]
+    assert plan.costs.forward_s[0] < 0.045 < plan.costs.forward_s[1]  # corrected by the trial runs, so not exact
     own, *others = plan.alternatives
     assert own.first_s is not None
     assert own.measured_s is not None

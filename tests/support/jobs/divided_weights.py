@@ -221,8 +221,8 @@ def hooks(group: Any) -> list[tuple[str, bool]]:
 
     Two pipelines run at the same time, and must return equal losses.
     """
-    pipe, replica = divided(group, plain())
-    other, _ = divided(group, plain(), schedule="zb-v")
+    pipe, replica = divided(group, plain(), boundaries=[7])
+    other, _ = divided(group, plain(), schedule="zb-v", boundaries=[4, 7, 10])
     seen = []
     for name, parameter in pipe.named_parameters():
         parameter.register_hook(lambda grad, name=name: seen.append((name, tuple(grad.shape))) and None)
@@ -240,7 +240,7 @@ def refuse(group: Any, folder: Path) -> None:
     """Check that invalid uses of divided weights raise errors, and that saved weights are whole."""
     model = plain()
     x, _ = batch(0)
-    pipe, replica = divided(group, model)
+    pipe, replica = divided(group, model, boundaries=[7])
     again: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "schedule": "1f1b"}
     with pipe:
         for call in (
@@ -259,7 +259,7 @@ def refuse(group: Any, folder: Path) -> None:
         before = {name: value.clone() for name, value in pipe.full_state_dict().items()}
         pipe.save_weights(folder)
         distributed.barrier(group)
-        loaded, _ = divided(group, plain, init=str(folder))
+        loaded, _ = divided(group, plain, init=str(folder), boundaries=[4])
         with loaded:
             check = loaded.full_state_dict()
             assert all(torch.equal(check[name], before[name]) for name in before)
@@ -303,7 +303,8 @@ class Reaching(nn.Module):
 
 def start_empty(group: Any) -> None:
     """Check that, if a function builds the model, zero=3 and zero=0 have equal weights after a step."""
-    pipes = [divided(group, plain, distributed=Distributed(zero=zero, timeout=20)) for zero in (0, 3)]
+    shared: dict[str, Any] = {"boundaries": [7]}
+    pipes = [divided(group, plain, distributed=Distributed(zero=zero, timeout=20), **shared) for zero in (0, 3)]
     states = []
     for pipe, replica in pipes:
         with pipe:
