@@ -16,6 +16,7 @@ from pipesched.errors import TorchVersionError
 from pipesched.tensors.torch_insides import pytree
 
 __all__ = [
+    "LEAF",
     "Gradients",
     "Opened",
     "Payload",
@@ -26,7 +27,6 @@ __all__ = [
     "form_of",
     "has_a_row_each",
     "is_record",
-    "leaf_spec",
     "memory_of",
     "opened",
     "pytree",
@@ -76,7 +76,7 @@ class Payload:
         By default, the payload's tensors share memory and version counters with the value's tensors.
         """
         if isinstance(value, Tensor):  # the usual case
-            return cls((detached(value),), (0,), leaf_spec(), (value.requires_grad,))
+            return cls((detached(value),), (0,), LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)
         needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         apart = tuple([detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -123,7 +123,7 @@ class Payload:
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
         """Return the value, rebuilt with ``tensors`` in place of the tensors in ``wanted``."""
-        if self.spec is leaf_spec():
+        if self.spec is LEAF:
             return (tensors or self.leaves)[0]
         if not tensors or len(self.leaves) == 1:
             return self._together(tensors or self.leaves)
@@ -142,40 +142,37 @@ class Payload:
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
     def _together(self, leaves: Sequence[Any]) -> Any:
-        if self.spec is _argument():
+        if self.spec is _ARGUMENT:
             return (leaves[0],), {}
-        if self.spec is leaf_spec() or self.spec.is_leaf():
+        if self.spec is LEAF or self.spec.is_leaf():
             return leaves[0]
         return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
-
-
-@cache
-def leaf_spec() -> pytree.TreeSpec:
-    """Return the structure of a value that is a single leaf."""
-    return pytree.tree_structure(0)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Flatten like ``pytree.tree_flatten``, with a fast path for a single tensor and for (args, kwargs) of tensors."""
     if isinstance(value, Tensor):
-        return [value], leaf_spec()
+        return [value], LEAF
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
         leaves = [*value[0], *value[1].values()]
         if len(leaves) == len(value[0]) == 1 and isinstance(leaves[0], Tensor):
-            return leaves, _argument()
+            return leaves, _ARGUMENT
         if all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves, _call_spec(len(value[0]), tuple(value[1]))
     return pytree.tree_flatten(value)
 
 
 @cache
-def _argument() -> pytree.TreeSpec:
-    return _call_spec(1, ())
-
-
-@cache
 def _call_spec(num_args: int, names: tuple[Any, ...]) -> pytree.TreeSpec:
     return pytree.tree_structure(((0,) * num_args, dict.fromkeys(names, 0)))
+
+
+#: The structure of a value that is a single leaf.
+LEAF: Any = None
+_ARGUMENT: Any = None
+with suppress(TorchVersionError):  # code that flattens a value raises it
+    LEAF = pytree.tree_structure(0)
+    _ARGUMENT = _call_spec(1, ())
 
 
 def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:

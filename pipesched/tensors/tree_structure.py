@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.tensors.payload import children_of, fields_of, is_record, leaf_spec, pytree, record_of
+from pipesched.tensors.payload import LEAF, children_of, fields_of, is_record, pytree, record_of
 
 __all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
@@ -49,7 +49,7 @@ def _unchecked(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
     parts = [_unchecked(leaves, child) for child in children_of(spec)]
     if spec.type is namedtuple:
         return spec.context._make(parts)
-    return pytree.tree_unflatten(parts, pytree.TreeSpec(spec.type, spec.context, [leaf_spec()] * len(parts)))
+    return pytree.tree_unflatten(parts, pytree.TreeSpec(spec.type, spec.context, [LEAF] * len(parts)))
 
 
 class _Place:

@@ -109,7 +109,7 @@ class LayerRunner:
         self._recomputed_layers = RecomputedLayers(self._random, self.deferral)
         self._checkpoint_of_call = {call: word for call, word in checkpoint_of_call.items() if call[0] in body.layers}
         self.offloads = Offloads(device) if "offload" in self._checkpoint_of_call.values() else None
-        self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
+        self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers or self._encoders)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
         """Start a step. ``weights`` is None if no update occurs while micro-batches are in flight."""
@@ -127,6 +127,12 @@ class LayerRunner:
 
     def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
         """Call the layers and, on the last stage, the loss. Return the value from which the backward starts."""
+        if self._step_data.autocast is None:
+            return self._run(saved, arrived, split)
+        with self._step_data.autocast():
+            return self._run(saved, arrived, split)
+
+    def _run(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         self._added.saved = saved
         self._added.grad = grad = torch.is_grad_enabled()
         wanted = arrived.wanted
@@ -150,32 +156,36 @@ class LayerRunner:
         if self._step_data.watch is not None:
             call = partial(self._call_watched, self._step_data.watch, saved, call)
         self._mode = self._split_forward_mode if split else self._forward_mode
-        with self._step_data.autocast():
-            with self._mode:
-                output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
-            return output if self._head is None else self._loss(self._head, saved, output)
+        with self._mode:
+            output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
+        return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
         split = split and self._may_split()
-        saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(saved.path, arrived))
+        saved.deferred = split and self.deferral.decide(saved.microbatch, partial(self._kind, saved.path, arrived))
         noted = saved.deferred or (split and self.deferral.learning)
         first = self._moves_buffers and saved.buffers is None  # a recompute already has its copies of the buffers
         if self._moves_buffers:
             saved.written_buffers = saved.buffers = saved.buffers or self._copies.copies()
-        with with_values(saved.attributes) if saved.attributes else _NO_CONTEXT:
-            if self.offloads is None:
-                value = self.run(saved, arrived, noted)
-            else:
-                value = self._run_offloading(self.offloads, saved, arrived, noted)
+        if self.offloads is None:
+            value = self.run(saved, arrived, noted)
+        else:
+            value = self._run_offloading(self.offloads, saved, arrived, noted)
         if first and saved.written_buffers is not None:
             self._copies.take_over(saved.written_buffers)
-        saved.buffers = saved.attributes = None
+        saved.buffers = None
         saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
         if noted:
             own = () if saved.added is None else saved.added.edges
             saved.products = self.deferral.finish([*saved.edges, *own])
         return value
+
+    def run_again(self, saved: MicrobatchState, arrived: Payload, split: bool) -> None:
+        """Run a forward again, with the attributes from before its first run, and save its activations."""
+        with with_values(saved.attributes or {}):
+            self.run_keeping(saved, arrived, split)
+        saved.attributes = None
 
     def _may_split(self) -> bool:
         """Return whether weight gradients can be deferred to the W.
@@ -234,11 +244,15 @@ class LayerRunner:
         if not edges:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
-        with self._mode, _NO_CONTEXT if saved.written_buffers is None else self._copies.as_left(saved.written_buffers):
-            if self._weights is None:
-                torch.autograd.backward(edges, grads)
+        run = partial(torch.autograd.backward, edges, grads)
+        if self._weights is not None:
+            run = partial(self._weights.during, saved.weights, run)
+        with self._mode:
+            if saved.written_buffers is None:
+                run()
             else:
-                self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
+                with self._copies.as_left(saved.written_buffers):
+                    run()
         if self._sharded is not None:
             self._sharded.has_gradients = True
         self._added.saved = None
@@ -273,9 +287,6 @@ class LayerRunner:
     def _call(self, name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer with its own tensors, and with random numbers keyed to this call."""
         self._random.enter(self._random.key, name, number)
-        if layer in self._encoders:
-            with padded(self._encoders[layer]):
-                return layer(*args, **kwargs)
         return layer(*args, **kwargs)
 
     def _call_watched(
@@ -324,8 +335,10 @@ class LayerRunner:
     ) -> Any:
         if self._compiled is not None:
             return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
-        with padded(self._encoders[layer]) if layer in self._encoders else _NO_CONTEXT:
-            return call_with(own, layer, args, kwargs)
+        if layer in self._encoders:
+            with padded(self._encoders[layer]):
+                return call_with(own, layer, args, kwargs)
+        return call_with(own, layer, args, kwargs)
 
     def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
         """Compute the scaled loss of the last stage's output; return the output itself if the step has no loss."""

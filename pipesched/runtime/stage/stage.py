@@ -179,7 +179,7 @@ class Stage:
             )
         arrived = saved.arrived
         saved.arrived = None
-        self._runner.run_keeping(saved, arrived, split)
+        self._runner.run_again(saved, arrived, split)
 
     def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
         """B: accumulate all parameters' gradients; return the gradients of the values received from each producer."""

@@ -1,7 +1,7 @@
 """Step data: the inputs of a step's stages, and the results that the stages produce."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -43,7 +43,8 @@ class StepData:
     #: Records whether outputs of layers and their gradients are finite. Default: None (not recorded).
     watch: NonfiniteWatch | None = None
     keep_outputs: bool = False
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    #: Makes the autocast settings of an asynchronous call's thread. Default: None (the settings of this thread).
+    autocast: Callable[[], AbstractContextManager[None]] | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
