@@ -162,7 +162,9 @@ class LayerRunner:
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
-        split = split and self._may_split()
+        if split and self._splits is None:
+            self._splits = self._may_split()
+        split = split and bool(self._splits)
         saved.deferred = split and self.deferral.decide(saved.microbatch, partial(self._kind, saved.path, arrived))
         noted = saved.deferred or (split and self.deferral.learning)
         first = self._moves_buffers and saved.buffers is None  # a recompute already has its copies of the buffers
@@ -193,12 +195,10 @@ class LayerRunner:
         Every parameter must be an nn.Parameter, not an instance of a subclass, and the parameters of sharded modules
         must stay gathered until the W.
         """
-        if self._splits is None:
-            gathered = self._sharded is None or self._sharded.wait()
-            parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-            self._splits = gathered and all(type(parameter) is nn.Parameter for parameter in parameters)
-            self.deferral.begin(None if self._weights is None else self._weights.live)
-        return self._splits
+        gathered = self._sharded is None or self._sharded.wait()
+        self.deferral.begin(None if self._weights is None else self._weights.live)
+        parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        return gathered and all(type(parameter) is nn.Parameter for parameter in parameters)
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
         """Run a checkpointed F, in grad mode like any F, but keep only the inputs and the buffers for R."""
