@@ -30,6 +30,7 @@ __all__ = ["IGNORED", "counted_labels", "counts", "labels_in"]
 IGNORED = -100
 _NAME = "labels"
 _MASK = "attention_mask"
+_ATTEMPTS = 8
 _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
@@ -52,7 +53,8 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
     """Find the labels over which a model averages its own loss; None if the model has no labels or averages over rows.
 
-    The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
+    The model runs three times in evaluation mode, and again with other labels if several counting methods fit because
+    the losses are almost equal. It is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result
     is None.
 
@@ -67,19 +69,24 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     given = _labels_of(model, sample)
     if given is None:
         return None
-    try:
-        losses = _losses(model, *_probe(model, sample, given)) if _may_try(model, given) else None
-    except Exception as error:  # any error of a model that does not accept such labels
-        return _unknown(
-            f"the model failed on four rows in which some labels are {IGNORED}: {type(error).__name__}: {error}"
-        )
-    if losses is None:
-        return _unknown(
-            f"the model returns no scalar loss, or the model is not on a CPU and no label of the sample is {IGNORED}"
-        )
-    parts = [_named(model, *part) for part in _probe(model, sample, given)[1:]]
-    weights = {way: [count(part[_NAME], part.get(_MASK)) for part in parts] for way, count in _WAYS.items()}
-    fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
+    fitting = list(_WAYS)
+    for attempt in range(_ATTEMPTS):
+        inputs = _probe(model, sample, given.roll(attempt, -1))
+        try:
+            losses = _losses(model, *inputs) if _may_try(model, given) else None
+        except Exception as error:  # any error of a model that does not accept such labels
+            return _unknown(
+                f"the model failed on four rows in which some labels are {IGNORED}: {type(error).__name__}: {error}"
+            )
+        if losses is None:
+            return _unknown(
+                f"the model returns no scalar loss, or the model is not on a CPU and no label of the sample is {IGNORED}"
+            )
+        parts = [_named(model, *part) for part in inputs[1:]]
+        weights = {way: [_WAYS[way](part[_NAME], part.get(_MASK)) for part in parts] for way in fitting}
+        fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
+        if len(fitting) < 2:
+            break
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
     if len(fitting) != 1:
@@ -139,7 +146,7 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labels of the probe's first two rows and of its last two rows. The last two ignore more labels."""
-    rows = labels[torch.arange(4) % len(labels)]
+    rows = labels[_four(len(labels))]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
     if rows.dim() == 1:
@@ -162,9 +169,10 @@ def _probe(
     has = rows_of_batch(given)
 
     def rows(chosen: slice) -> Any:
-        numbers = [row % has for row in range(4)[chosen]]
-        split = RowSplit.choosing(has, [numbers])
+        split = RowSplit.choosing(has, [_four(has)[chosen]])
         picked = [split.parts(argument)[0] for argument in given]
+        if has == 1:
+            picked = pytree.tree_map_only(Tensor, lambda one: _rolled(one, marked[chosen], chosen), picked)
         args, kwargs = tuple(picked[: len(sample[0])]), dict(zip(sample[1], picked[len(sample[0]) :], strict=True))
         args, kwargs = _replaced(model, args, kwargs, _NAME, marked[chosen])
         return (args, kwargs) if masks is None else _replaced(model, args, kwargs, _MASK, masks[chosen])
@@ -172,9 +180,21 @@ def _probe(
     return [rows(slice(0, 4)), rows(slice(0, 2)), rows(slice(2, 4))]
 
 
+def _four(count: int) -> list[int]:
+    """Return which of ``count`` rows are the probe's four rows. The first two differ from the last two, if possible."""
+    return [row * min(count, 4) // 4 for row in range(4)]
+
+
+def _rolled(rows: Tensor, labels: Tensor, chosen: slice) -> Tensor:
+    """Return rows of text, in which the probe's last two rows differ from the first two; other rows are unchanged."""
+    if rows.shape != labels.shape or rows.dim() < 2 or rows.is_floating_point():
+        return rows
+    return torch.stack([row.roll(number // 2) for number, row in zip(range(4)[chosen], rows, strict=True)])
+
+
 def _masks(mask: Tensor) -> Tensor:
     """Return the masks of the probe's four rows. Only the last one hides a place, the last in the row."""
-    masks = torch.ones_like(mask[torch.arange(4) % len(mask)])
+    masks = torch.ones_like(mask[_four(len(mask))])
     masks[3, -1] = 0
     return masks
 

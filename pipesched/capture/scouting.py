@@ -7,6 +7,8 @@ the value that the code read on a known path. The stages compare the calls with 
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from pipesched.tensors.tree_structure import Pattern, tensors_in
 __all__ = ["LayerForms", "Scout", "UnknownValueError", "form_of_call"]
 
 _MOST_FORMS = 4096
+_MOST_ALIKE = 32  # calls that are compared to find a similar point on a known path
 _PLAIN = int, float, str, type(None), torch.dtype, torch.device
 
 #: The dtypes, shapes and plain values of a call's arguments.
@@ -204,11 +207,26 @@ class Scout:
             return self._forms.result(name, layer, args, kwargs, again)
 
     def assumed(self, name: str, calls: Sequence[Call]) -> Any:
-        """Return what a known path with these calls reads next. Raises UnknownValueError if no known path has them."""
+        """Return what a known path reads after these calls, or else after the most similar calls.
+
+        Raises UnknownValueError if no known path calls this function after the last of these calls.
+        """
         at = len(calls)
+        own = [(str(call), call.takes) for call in calls]
         for capture in self._known.values():
             if len(capture.calls) > at and capture.calls[at].function == name and capture.calls[at].reads:
-                own = [(str(call), call.takes) for call in calls]
                 if own == [(str(call), call.takes) for call in capture.calls[:at]]:
                     return capture.calls[at].outcome
+        for capture in self._known.values():
+            reads = [call for call in capture.calls if call.reads and call.function == name]
+            alike = [(_common(calls, capture.calls[: call.index]), call.outcome) for call in reads]
+            length, outcome = max(alike, key=itemgetter(0), default=(0, None))
+            if length:
+                return outcome
         raise UnknownValueError(name)
+
+
+def _common(one: Sequence[Call], other: Sequence[Call]) -> int:
+    """Return how many of the last calls are the same in both; at most ``_MOST_ALIKE`` are compared."""
+    pairs = zip(islice(reversed(one), _MOST_ALIKE), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: str(pair[0]) == str(pair[1]), pairs))

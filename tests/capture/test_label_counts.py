@@ -316,3 +316,22 @@ def test_labels_that_a_mask_hides_do_not_count_whatever_the_sample_hides(padded:
             torch.testing.assert_close(one.grad, other.grad)
     reference = copy.deepcopy(own)
     assert torch.equal(loss, reference_step(reference, **batch, num_microbatches=4, seed=0))
+
+
+class WithClasses(Language):
+    """Adds a mean over labels and a mean over rows, as models for pretraining do."""
+
+    def forward(  # type: ignore[override]
+        self, text: Tensor, labels: Tensor, row_label: Tensor | None = None
+    ) -> dict[str, Any]:
+        output = super().forward(text, labels)
+        if row_label is not None:
+            output["loss"] = output["loss"] + functional.cross_entropy(output["logits"][:, 0], row_label)
+        return output
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_a_sum_of_means_over_labels_and_over_rows_is_neither_whatever_the_number_of_rows(rows: int) -> None:
+    sample = {"text": text(rows), "labels": text(rows), "row_label": torch.arange(rows)}
+    with pytest.warns(UserWarning, match="the model's loss is not the mean over any of these: "):
+        assert counted_labels(WithClasses("plain"), ((), sample)) is None
