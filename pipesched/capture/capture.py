@@ -44,6 +44,8 @@ class Call:
     #: The number of values that the call returns or changes in place.
     gives: int
     pattern: Pattern
+    #: Place of a tensor that is in the result more than once -> its first place, which is the tensor's Value.
+    repeats: dict[int, int] = field(default_factory=dict)
     #: Position of each tensor argument that the call changes in place -> index of the changed tensor in the results.
     changes: Mapping[int, int] = field(default_factory=dict)
     #: The Value of each tensor argument, or None for a tensor without a Value. Empty if the call changes no argument.

@@ -214,5 +214,6 @@ class Paths:
                 capture = record(twin.layer, layers, args, kwargs, made=made, scout=scout)
         except Exception:  # the stages raise the error of the user's code
             return None
+        capture.changed = {(twin.original(module), name): value for (module, name), value in capture.changed.items()}
         capture.outside = self._recording.capture.outside - {""} | ({""} if draws.drew_outside else set())
         return capture

@@ -459,9 +459,13 @@ class _Recorder(TorchFunctionMode):
         call.changes = changes
         call.gives = len(given)
         for place, tensor in enumerate(given):
-            self._value[id(tensor)] = value = call.index, place
+            value = call.index, place
             self._capture.values[value] = apart(tensor)
             self._capture.nbytes[value] = tensor.nbytes
+            if (first := places[id(tensor)]) != place:
+                call.repeats[place] = first
+                continue
+            self._value[id(tensor)] = value
             self._memory.setdefault(memory_at(tensor), {})[value] = id(tensor)
         self._alive += given
         return result, call

@@ -426,7 +426,10 @@ class Run(TorchFunctionMode):
         self._position += 1
         if call.reads:
             return self.given[call.index, 0]
-        places = [self._place((call.index, place)) for place in range(call.gives)]
+        places: list[Any] = []
+        for place in range(call.gives):
+            first = call.repeats.get(place, place)
+            places.append(self._place((call.index, place)) if first == place else places[first])
         if call.changes:  # a tensor changed in place stays the same object
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():

@@ -56,13 +56,18 @@ class _Result:
 
     pattern: Pattern
     tensors: list[tuple[torch.dtype, torch.Size]]
+    #: For each tensor, the position at which it occurs first.
+    firsts: list[int]
 
     @classmethod
     def of(cls, value: Any) -> "_Result":
-        return cls(Pattern(value), [(tensor.dtype, tensor.shape) for tensor in tensors_in(value)])
+        tensors = list(tensors_in(value))
+        ids = [id(tensor) for tensor in tensors]
+        return cls(Pattern(value), [(tensor.dtype, tensor.shape) for tensor in tensors], [*map(ids.index, ids)])
 
     def is_like(self, other: "_Result") -> bool:
         same = self.tensors == other.tensors and self.pattern.numbers == other.pattern.numbers
+        same = same and self.firsts == other.firsts
         return same and self.pattern.is_like(other.pattern)
 
     @property
@@ -72,10 +77,12 @@ class _Result:
     def with_sizes(self, sizes: Iterable[int]) -> "_Result":
         """Return the form of a result that has other sizes."""
         rest = iter(sizes)
-        return _Result(self.pattern, [(dtype, torch.Size(next(rest) for _ in shape)) for dtype, shape in self.tensors])
+        tensors = [(dtype, torch.Size(next(rest) for _ in shape)) for dtype, shape in self.tensors]
+        return _Result(self.pattern, tensors, self.firsts)
 
     def stand_ins(self) -> Any:
-        return self.pattern.build(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.tensors)
+        made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.tensors]
+        return self.pattern.build(made[first] for first in self.firsts)
 
 
 class LayerForms:

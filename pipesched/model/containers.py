@@ -360,6 +360,10 @@ class MetaTwin(Twin):
         """Return the copy of a module of the model."""
         return self._copies[id(module)]
 
+    def original(self, module: nn.Module) -> nn.Module:
+        """Return the module of the model whose copy this is; a module that the copy's code has made is returned."""
+        return next((own for own, copy in self._pairs if copy is module), module)
+
     def _take_tensors(self, own: nn.Module, copy: nn.Module) -> None:
         for name, parameter in own._parameters.items():
             copy._parameters[name] = self._meta(parameter)

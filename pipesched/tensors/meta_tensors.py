@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.torch_functions import is_shaped_by_contents, name_of
 from pipesched.tensors.torch_insides import base_of
 
 __all__ = [
@@ -144,16 +145,45 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
     if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
         return _transferred(func, args, kwargs)
     if not full:
-        return func(*args, **kwargs)
+        return _without_contents(func, args, kwargs)
+    try:
+        return _on_meta(func, args, kwargs, full)
+    except NotImplementedError:
+        try:
+            return func(*args, **kwargs)  # the result's shape depends on values that exist, such as a mask
+        except NotImplementedError:
+            return _without_contents(func, args, kwargs)
+    except RuntimeError:
+        if all(tensor.dim() for tensor in full):
+            raise
+        return _on_meta(func, args, kwargs, [tensor for tensor in full if tensor.dim()])  # a number, such as a size
+
+
+def _on_meta(func: Callable[..., Any], args: Any, kwargs: Any, full: Sequence[Tensor]) -> Any:
+    """Call a function with meta copies of the tensors ``full``."""
     copies = {id(tensor): tensor.to(_META) for tensor in full}
     versions = {key: copy._version for key, copy in copies.items()}
     there = pytree.tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
-    try:
-        result = func(*there[0], **there[1])
-    except NotImplementedError:  # the result's shape depends on values that exist, such as a mask
-        return func(*args, **kwargs)
+    result = func(*there[0], **there[1])
     changed = [(tensor, copies[id(tensor)]) for tensor in full if copies[id(tensor)]._version != versions[id(tensor)]]
     return _with_changes(result, changed)
+
+
+def _without_contents(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with meta tensors. If torch has no meta kernel of it, call it with stand-ins for them."""
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        name = name_of(func)
+        if is_shaped_by_contents(name, args) or name.endswith("_"):
+            raise
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        args, kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(
+            Tensor, lambda one: one.detach().to(_META).requires_grad_(trains and one.is_floating_point()), result
+        )
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:

@@ -96,6 +96,44 @@ def test_a_cut_after_a_packed_sequence() -> None:
     check(Encoded, WORDS, LENGTHS, stages=2, boundaries=["head"])
 
 
+class Repeating(nn.Module):
+    """Layers that return a tensor more than once, and their own input, as bottlenecks of attention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 8)
+        self.ins, self.outs = nn.ModuleList(Doubled() for _ in range(3)), nn.ModuleList(Summed() for _ in range(3))
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        x = self.embed(words)
+        for own, out in zip(self.ins, self.outs, strict=True):
+            query, key, value, rest = own(x) if lengths.max() < 5 else own(x.tanh())
+            x = out(query, key, value, rest)
+        return self.head(x.sum(1))
+
+
+class Doubled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return y, y, x, x
+
+
+class Summed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rest: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward((query * key).tanh() + value * 0.5) + rest
+
+
+@pytest.mark.parametrize("boundaries", [["outs.0"], ["ins.1"], ["outs.0", "outs.1", "outs.2"], ["ins.1", "outs.2"]])
+def test_a_layer_may_return_a_tensor_more_than_once(boundaries: list[str]) -> None:
+    check(Repeating, WORDS, LENGTHS, stages=len(boundaries) + 1, boundaries=boundaries)
+
+
 class Ragged(nn.Module):
     """A layer that makes a nested tensor of its output."""
 

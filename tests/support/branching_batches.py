@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 WORDS, WIDTH, LENGTH = 16, 8, 6
 
@@ -143,6 +144,43 @@ class DroppedByNumpy(Dropped):
         return float(np.random.rand())
 
 
+class DroppedChecked(Dropped):
+    """Checks a value that layers compute, and returns a loss of which torch has no kernel for meta tensors."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            if self.training and self.draw() < 0.3:
+                continue
+            x = block(x)
+        if not torch.isfinite(x).all():
+            raise ValueError("infinite")
+        likely = self.head(x).log_softmax(-1).transpose(0, 1)
+        return functional.ctc_loss(likely, ids[:, :2], mask.sum(1), torch.full((len(ids),), 2), zero_infinity=True)
+
+
+class Resized(Padded):
+    """Passes sizes as tensors to a function that takes the result of a layer, in one branch."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2 and not mask.all():
+                length = mask.sum(1).max()
+                x = functional.interpolate(x.transpose(1, 2), size=(length - 1,)).transpose(1, 2)
+        return self.head(x).square().mean()
+
+
+class Remembers(Padded):
+    """Sets an attribute in its first forward, which later forwards do not set."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = 0.5
+        return super().forward(ids, mask) * self.scale
+
+
 class ByBuffer(Text):
     """Adds a buffer only if a row has padding."""
 
@@ -160,9 +198,9 @@ class ByBuffer(Text):
 
 
 #: Models whose branches depend on the inputs alone.
-BY_INPUT: Sequence[type[Text]] = (Padded, Longest, Nested, Exits, Shifts)
+BY_INPUT: Sequence[type[Text]] = (Padded, Longest, Nested, Exits, Shifts, Resized, Remembers)
 #: Models whose branches depend on random numbers.
-BY_CHANCE: Sequence[type[Text]] = (Dropped, DroppedByTorch, DroppedByNumpy)
+BY_CHANCE: Sequence[type[Text]] = (Dropped, DroppedByTorch, DroppedByNumpy, DroppedChecked)
 
 
 def model_of(kind: type[Text], seed: int = 0) -> Text:
