@@ -8,6 +8,7 @@ three losses are consistent with only one counting method.
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ IGNORED = -100
 _NAME = "labels"
 _MASK = "attention_mask"
 _ATTEMPTS = 8
+_CONFIRMED = 3  # more attempts if the model may add a loss of other labels, which can be almost equal for all rows
 _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
@@ -70,8 +72,9 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     if given is None:
         return None
     fitting = list(_WAYS)
+    has_others = any(_is_class(value, given) for name, value in _named(model, *sample).items() if name != _NAME)
     for attempt in range(_ATTEMPTS):
-        inputs = _probe(model, sample, given.roll(attempt, -1))
+        inputs = _probe(model, sample, given.roll(attempt, -1), attempt)
         try:
             losses = _losses(model, *inputs) if _may_try(model, given) else None
         except Exception as error:  # any error of a model that does not accept such labels
@@ -80,12 +83,12 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
             )
         if losses is None:
             return _unknown(
-                f"the model returns no scalar loss, or the model is not on a CPU and no label of the sample is {IGNORED}"
+                f"the model returns no scalar loss, or it is not on a CPU and no label of the sample is {IGNORED}"
             )
         parts = [_named(model, *part) for part in inputs[1:]]
         weights = {way: [_WAYS[way](part[_NAME], part.get(_MASK)) for part in parts] for way in fitting}
         fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
-        if len(fitting) < 2:
+        if len(fitting) < 2 and attempt >= (_CONFIRMED if fitting and has_others else 0):
             break
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
@@ -158,7 +161,7 @@ def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _probe(
-    model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
+    model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor, attempt: int = 0
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return three inputs (args, kwargs) of the model: the probe's four rows, the first two, and the last two."""
     marked = torch.cat(_marked(labels))
@@ -171,8 +174,13 @@ def _probe(
     def rows(chosen: slice) -> Any:
         split = RowSplit.choosing(has, [_four(has)[chosen]])
         picked = [split.parts(argument)[0] for argument in given]
-        if has == 1:
-            picked = pytree.tree_map_only(Tensor, lambda one: _rolled(one, marked[chosen], chosen), picked)
+        if has == 1 or attempt:
+            roll = partial(_rolled, labels=marked[chosen], chosen=chosen, by=attempt + 1)
+            picked = pytree.tree_map_only(Tensor, roll, picked)
+        for place, argument in enumerate(given):
+            if _is_class(argument.value, labels):
+                ends = argument.value.aminmax()
+                picked[place] = torch.stack([ends.min, ends.min, ends.max, ends.max])[chosen]
         args, kwargs = tuple(picked[: len(sample[0])]), dict(zip(sample[1], picked[len(sample[0]) :], strict=True))
         args, kwargs = _replaced(model, args, kwargs, _NAME, marked[chosen])
         return (args, kwargs) if masks is None else _replaced(model, args, kwargs, _MASK, masks[chosen])
@@ -185,11 +193,17 @@ def _four(count: int) -> list[int]:
     return [row * min(count, 4) // 4 for row in range(4)]
 
 
-def _rolled(rows: Tensor, labels: Tensor, chosen: slice) -> Tensor:
-    """Return rows of text, in which the probe's last two rows differ from the first two; other rows are unchanged."""
+def _is_class(value: Any, labels: Tensor) -> bool:
+    """Return whether a value may hold one label per row, in addition to ``labels``."""
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
+    return whole and value.dim() == 1 and bool(value.numel()) and labels.dim() > 1
+
+
+def _rolled(rows: Tensor, labels: Tensor, chosen: slice, by: int) -> Tensor:
+    """Return rows of text, of which the probe's last two are rolled; return any other tensor unchanged."""
     if rows.shape != labels.shape or rows.dim() < 2 or rows.is_floating_point():
         return rows
-    return torch.stack([row.roll(number // 2) for number, row in zip(range(4)[chosen], rows, strict=True)])
+    return torch.stack([row.roll(number // 2 * by) for number, row in zip(range(4)[chosen], rows, strict=True)])
 
 
 def _masks(mask: Tensor) -> Tensor:

@@ -458,14 +458,12 @@ class _Recorder(TorchFunctionMode):
             self._named_writes += [(call, name, there) for name in self._names_at.get(memory_at(target), ())]
         call.changes = changes
         call.gives = len(given)
+        call.repeats = {place: places[id(one)] for place, one in enumerate(given) if places[id(one)] != place}
         for place, tensor in enumerate(given):
-            value = call.index, place
-            self._capture.values[value] = apart(tensor)
-            self._capture.nbytes[value] = tensor.nbytes
-            if (first := places[id(tensor)]) != place:
-                call.repeats[place] = first
-                continue
+            value = call.index, places[id(tensor)]
             self._value[id(tensor)] = value
             self._memory.setdefault(memory_at(tensor), {})[value] = id(tensor)
+            self._capture.values[call.index, place] = apart(tensor)
+            self._capture.nbytes[call.index, place] = tensor.nbytes
         self._alive += given
         return result, call

@@ -221,9 +221,9 @@ class Scout:
         at = len(calls)
         own = [(str(call), call.takes) for call in calls]
         for capture in self._known.values():
-            if len(capture.calls) > at and capture.calls[at].function == name and capture.calls[at].reads:
-                if own == [(str(call), call.takes) for call in capture.calls[:at]]:
-                    return capture.calls[at].outcome
+            is_like = len(capture.calls) > at and capture.calls[at].function == name and capture.calls[at].reads
+            if is_like and own == [(str(call), call.takes) for call in capture.calls[:at]]:
+                return capture.calls[at].outcome
         for capture in self._known.values():
             reads = [call for call in capture.calls if call.reads and call.function == name]
             alike = [(_common(calls, capture.calls[: call.index]), call.outcome) for call in reads]
