@@ -74,8 +74,8 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     fitting = list(_WAYS)
     has_others = any(_is_class(value, given) for name, value in _named(model, *sample).items() if name != _NAME)
     for attempt in range(_ATTEMPTS):
-        inputs = _probe(model, sample, given.roll(attempt, -1), attempt)
         try:
+            inputs = _probe(model, sample, given.roll(attempt, -1), attempt)
             losses = _losses(model, *inputs) if _may_try(model, given) else None
         except Exception as error:  # any error of a model that does not accept such labels
             return _unknown(

@@ -175,9 +175,10 @@ def _without_contents(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     except NotImplementedError:
         name = name_of(func)
-        if is_shaped_by_contents(name, args) or name.endswith("_"):
-            raise
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        has_mask = any(leaf.dtype is torch.bool and not leaf.is_meta for leaf in leaves)  # for ``masked_select``
+        if name.endswith("_") or (is_shaped_by_contents(name, args) and not has_mask):
+            raise
         trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
         args, kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
         result = func(*args, **kwargs)
