@@ -1,6 +1,7 @@
 """Compatibility page: docs/compatibility.md, written from the results of architectures.py."""
 
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
@@ -60,7 +61,15 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         lines += _section(verdict, trained)
     lines += _untrained("Not trained plain", [r for r in records if r["built"] and not r["plain"]])
     lines += _untrained("Not built", [r for r in records if not r["built"]])
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(_wrapped(line) for line in lines).rstrip() + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """Wrap prose and list items at 100 columns."""
+    if line.startswith(("|", "#", "<")):
+        return line
+    rest = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 100, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
 
 def verdict_of(record: dict[str, Any]) -> str:
