@@ -33,9 +33,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "# Compatibility with transformers",
         "",
-        "`python benchmarks/architectures.py` builds a tiny model of every transformers class with a head, trains",
-        "it for two steps in a plain loop over 4 micro-batches of 2 rows (`reference_step`), and then on three",
-        "stages of one process under `1f1b`. Each model with a mask trains with three batches: all micro-batches",
+        "`python benchmarks/architectures.py` builds a tiny model of every transformers class with a head, trains "
+        "it for two steps in a plain loop over 4 micro-batches of 2 rows (`reference_step`), and then on three "
+        "stages of one process under `1f1b`. Each model with a mask trains with three batches: all micro-batches "
         "have padding, all but the last, or all but the first. The sample is the first micro-batch.",
         "",
         f"The run used {machine()}, transformers {transformers.__version__}.",
@@ -46,9 +46,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "## Results",
         "",
-        "The first column counts the worst result of each class, the second the result of the batch in which all",
-        "micro-batches have padding. *same bits*: all losses and gradients are bit-identical to the plain loop's.",
-        "*close*: they are equal within rounding. *refused*: pipesched raises an error of its own. *fails*: another",
+        "The first column counts the worst result of each class, the second the result of the batch in which all "
+        "micro-batches have padding. *same bits*: all losses and gradients are bit-identical to the plain loop's. "
+        "*close*: they are equal within rounding. *refused*: pipesched raises an error of its own. *fails*: another "
         "error.",
         "",
         *_table(
