@@ -125,14 +125,14 @@ class LayerRunner:
             self._splits = None
             self.deferral.begin()
 
-    def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
-        """Call the layers and, on the last stage, the loss. Return the value from which the backward starts."""
-        if self._step_data.autocast is None:
-            return self._run(saved, arrived, split)
-        with self._step_data.autocast():
-            return self._run(saved, arrived, split)
+    def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False, *, entered: bool = False) -> Any:
+        """Call the layers and, on the last stage, the loss. Return the value from which the backward starts.
 
-    def _run(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
+        ``entered`` states whether the autocast settings of an asynchronous call have been entered.
+        """
+        if self._step_data.autocast is not None and not entered:
+            with self._step_data.autocast():
+                return self.run(saved, arrived, split, entered=True)
         self._added.saved = saved
         self._added.grad = grad = torch.is_grad_enabled()
         wanted = arrived.wanted
