@@ -55,10 +55,9 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
     """Find the labels over which a model averages its own loss; None if the model has no labels or averages over rows.
 
-    The model runs three times in evaluation mode, and again with other labels if several counting methods fit because
-    the losses are almost equal. It is left unchanged. A model on the meta device runs with stand-ins
-    for its layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result
-    is None.
+    The model runs three times in evaluation mode. It runs again with other labels if several counting methods fit, or
+    if it may add a loss of other labels. It is left unchanged. A model on the meta device runs with stand-ins for its
+    layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result is None.
 
     Args:
         model: the user's module.
@@ -196,11 +195,11 @@ def _four(count: int) -> list[int]:
 def _is_class(value: Any, labels: Tensor) -> bool:
     """Return whether a value may hold one label per row, in addition to ``labels``."""
     whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
-    return whole and value.dim() == 1 and bool(value.numel()) and labels.dim() > 1
+    return whole and value.dim() == 1 and 0 < len(value) == len(labels) and labels.dim() > 1
 
 
 def _rolled(rows: Tensor, labels: Tensor, chosen: slice, by: int) -> Tensor:
-    """Return rows of text, of which the probe's last two are rolled; return any other tensor unchanged."""
+    """Roll the probe's last two rows of text; return any other tensor unchanged."""
     if rows.shape != labels.shape or rows.dim() < 2 or rows.is_floating_point():
         return rows
     return torch.stack([row.roll(number // 2 * by) for number, row in zip(range(4)[chosen], rows, strict=True)])

@@ -214,7 +214,7 @@ class Scout:
             return self._forms.result(name, layer, args, kwargs, again)
 
     def assumed(self, name: str, calls: Sequence[Call]) -> Any:
-        """Return what a known path reads after these calls, or else after the most similar calls.
+        """Return the value that a known path reads after these calls, or else after the most similar calls.
 
         Raises UnknownValueError if no known path calls this function after the last of these calls.
         """

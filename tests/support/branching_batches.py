@@ -51,7 +51,7 @@ class Padded(Text):
         return self.head(x).square().mean()
 
 
-class Selected(Padded):
+class Selected(Text):
     """Selects rows of a layer's result by a mask, in one branch."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -140,13 +140,16 @@ class Dropped(Text):
     def draw(self) -> float | Tensor:
         return random.random()
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def trunk(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             if self.training and self.draw() < 0.3:
                 continue
             x = block(x)
-        return self.head(x).square().mean()
+        return x
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.trunk(ids)).square().mean()
 
 
 class DroppedByTorch(Dropped):
@@ -160,21 +163,17 @@ class DroppedByNumpy(Dropped):
 
 
 class DroppedChecked(Dropped):
-    """Checks a value that layers compute, and returns a loss of which torch has no kernel for meta tensors."""
+    """Reads a value that layers compute. Torch has no kernel of its loss for meta tensors."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            if self.training and self.draw() < 0.3:
-                continue
-            x = block(x)
+        x = self.trunk(ids)
         if not torch.isfinite(x).all():
             raise ValueError("infinite")
         likely = self.head(x).log_softmax(-1).transpose(0, 1)
         return functional.ctc_loss(likely, ids[:, :2], mask.sum(1), torch.full((len(ids),), 2), zero_infinity=True)
 
 
-class Resized(Padded):
+class Resized(Text):
     """Passes sizes as tensors to a function that takes the result of a layer, in one branch."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
