@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.errors import GraphError
-from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_insides import base_of
+from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = [
     "Beside",
@@ -64,7 +64,7 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
 
 def apart(value: Any) -> Any:
     """Replace the meta tensors in a value with new meta tensors, because the old ones may be views of weights."""
-    return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
+    return map_tensors(lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
 
 
 def put_on(module: nn.Module, device: torch.device) -> None:
@@ -125,7 +125,7 @@ class Beside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if func == _DEVICE:
@@ -147,7 +147,7 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
         return func(*args, **kwargs)
     copies = {id(tensor): tensor.to(_META) for tensor in full}
     versions = {key: copy._version for key, copy in copies.items()}
-    there = pytree.tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
+    there = map_tensors(lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
     try:
         result = func(*there[0], **there[1])
     except NotImplementedError:  # the result's shape depends on values that exist, such as a mask
@@ -167,7 +167,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
             )
         torch.utils.swap_tensors(tensor, copy)
         back[id(copy)] = tensor
-    return pytree.tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
+    return map_tensors(lambda tensor: back.get(id(tensor), tensor), result) if back else result
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def call_beside(
 
     ``again`` returns the arguments as they were before the call.
     """
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = tensors_in((args, kwargs))
     if not any(tensor.is_meta for tensor in (*given, *_tensors_of(layer))):
         return layer(*args, **kwargs)
     try:
@@ -205,6 +205,6 @@ def call_beside(
     except Exception:
         own = {name: stand_in(tensor, weight=True) for name, tensor in layer.named_parameters()}
         own |= {name: stand_in(tensor, weight=True) for name, tensor in layer.named_buffers()}
-        args, kwargs = pytree.tree_map_only(Tensor, stand_in, again())
+        args, kwargs = map_tensors(stand_in, again())
         result = torch.func.functional_call(layer, own, args, kwargs)
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_META), result)
+        return map_tensors(lambda tensor: tensor.to(_META), result)
