@@ -220,7 +220,8 @@ class _Recorder(TorchFunctionMode):
         changed = changed_in_place(taken, versions)
         if name in READS or is_shaped_by_contents(name, args):
             self._readers.setdefault(self._shells.running(), len(self._capture.calls))
-        if changed or any(True for _ in tensors_in(result)):
+        is_empty = type(result) in (list, tuple) and not result and name not in READS | ASKS  # such as that of unbind
+        if changed or (taken and is_empty) or any(True for _ in tensors_in(result)):
             result, call = self._function(func, name, args, kwargs, taken, changed, result)
             call.random = draws(func, args, kwargs)
             call.outward |= func is added_loss

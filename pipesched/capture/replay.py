@@ -468,7 +468,9 @@ class Run(TorchFunctionMode):
             return given
         look = self.looks.get(value)
         if look is None:
-            made = torch.empty(0, device="meta")
+            # torch functions take a tensor without dimensions in place of a number
+            known = self._replay.capture.values.get(value)
+            made = torch.empty(() if isinstance(known, Tensor) and known.dim() == 0 else 0, device="meta")
             self._blank.add(id(made))
         else:
             made = without_values(*look)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.errors import GraphError
+from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_insides import base_of
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
@@ -131,13 +132,20 @@ class Beside(TorchFunctionMode):
         if func == _DEVICE:
             return self._claimed
         try:
-            return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
+            return _apply(func, args, kwargs, _without_bounds(tensors, (args, kwargs)))
         except (RuntimeError, TypeError) as error:
             raise GraphError(
                 f"a model on the meta device must run without the values of its weights; the model's code calls "
                 f"{getattr(func, '__name__', func)} on a value computed from the weights ({error}); move that code "
                 f"into a layer, or build the model on a real device instead of meta"
             ) from error
+
+
+def _without_bounds(tensors: Sequence[Tensor], arguments: Any) -> list[Tensor]:
+    """Return the tensors with values, except the bounds of slices, which must keep their values."""
+    slices = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, slice)]
+    bounds = {id(one) for one in tensors_in(slices)}
+    return [one for one in tensors if not one.is_meta and id(one) not in bounds]
 
 
 def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor]) -> Any:

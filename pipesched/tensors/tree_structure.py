@@ -44,6 +44,11 @@ class Pattern:
         #: The plain values other than tensors that may depend on the batch, such as sizes.
         self.numbers = tuple(taker.numbers)
 
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a list or a plain tuple, which may have more or fewer entries for other batches."""
+        return isinstance(self._root, _Tree) and self._root.kind in (list, tuple)
+
     def is_like(self, other: "Pattern") -> bool:
         """Return whether both patterns have the same containers, with leaves of the same kinds in the same places."""
         return self._root.is_like(other._root)
@@ -132,7 +137,8 @@ class _Opaque(_Place):
 class _Tree(_Place):
     """Nested containers with their parts."""
 
-    def __init__(self, spec: pytree.TreeSpec, parts: Sequence[_Place]) -> None:
+    def __init__(self, kind: type, spec: pytree.TreeSpec, parts: Sequence[_Place]) -> None:
+        self.kind = kind
         self._spec = spec
         self._parts = parts
 
@@ -185,7 +191,7 @@ class _Taker:
     def tree(self, value: Any, above: tuple[int, ...]) -> _Place:
         leaves, spec = pytree.tree_flatten(value)
         parts = [self._part(leaf, above) for leaf in leaves]
-        return parts[0] if spec.is_leaf() else _Tree(spec, parts)
+        return parts[0] if spec.is_leaf() else _Tree(type(value), spec, parts)
 
     def _part(self, leaf: Any, above: tuple[int, ...]) -> _Place:
         if isinstance(leaf, Tensor):
