@@ -450,6 +450,8 @@ class Run(TorchFunctionMode):
                 if call.arguments[position] is None:  # for example a buffer of the stage that runs the call
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
+        if call.pattern.is_tensor:  # the usual case
+            return places[0]
         try:
             numbers = self.looks.get((call.index, _NUMBERS))
             return call.pattern.build(iter(places), numbers, objects_in((args, kwargs)))

@@ -45,6 +45,11 @@ class Pattern:
         self.numbers = tuple(taker.numbers)
 
     @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor."""
+        return type(self._root) is _Place
+
+    @property
     def is_list(self) -> bool:
         """Whether the value is a list or a plain tuple, which may have more or fewer entries for other batches."""
         return isinstance(self._root, _Tree) and self._root.kind in (list, tuple)
@@ -67,7 +72,7 @@ class Pattern:
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None, objects: Sequence[Any] = ()) -> Any:
         """Rebuild the value from these tensors, ``numbers`` (default: the value's own numbers) and ``objects``."""
-        return self._root.build(tensors, iter(self.numbers if numbers is None else numbers), objects)
+        return self._root.build(tensors, iter(self.numbers if numbers is None else numbers), [*objects])
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -93,20 +98,20 @@ class _Place:
     def opaque(self) -> Iterator[Any]:
         return iter(())
 
-    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: Sequence[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         return next(tensors)
 
 
 class _Number(_Place):
     """Marks the place of a number in a Pattern."""
 
-    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: Sequence[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         number = next(numbers)
         return number.copy() if isinstance(number, np.ndarray) else number
 
 
 class _Argument(_Place):
-    """Marks the place of an object that is among the call's arguments."""
+    """Marks the place of an object that is among the call's arguments, or that occurs earlier in the value."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -114,7 +119,7 @@ class _Argument(_Place):
     def is_like(self, other: Any) -> bool:
         return isinstance(other, _Argument) and other._number == self._number
 
-    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: Sequence[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         return objects[self._number]
 
 
@@ -130,7 +135,7 @@ class _Opaque(_Place):
     def opaque(self) -> Iterator[Any]:
         yield self._value
 
-    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: Sequence[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         return self._value
 
 
@@ -151,7 +156,7 @@ class _Tree(_Place):
         for part in self._parts:
             yield from part.opaque()
 
-    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: Sequence[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         leaves = [part.build(tensors, numbers, objects) for part in self._parts]
         try:
             return pytree.tree_unflatten(leaves, self._spec)
@@ -176,15 +181,19 @@ class _Object(_Place):
         for part in self._parts:
             yield from part.opaque()
 
-    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: Sequence[Any]) -> Any:
-        return self._rebuilt([part.build(tensors, numbers, objects) for part in self._parts])
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
+        made = self._rebuilt([part.build(tensors, numbers, objects) for part in self._parts])
+        objects.append(made)
+        return made
 
 
 class _Taker:
     """Takes one value apart."""
 
     def __init__(self, objects: Sequence[Any], tensors: list[Tensor]) -> None:
+        #: id of an object -> its number among the call's arguments, followed by the objects taken apart so far
         self._objects = {id(own): number for number, own in enumerate(objects)}
+        self._count = len(objects)
         self._tensors = tensors
         self.numbers: list[Any] = []
 
@@ -205,7 +214,10 @@ class _Taker:
         structure = None if id(leaf) in above else structure_of(leaf)
         if structure is None:
             return _Opaque(leaf)
-        return _Object(structure, [self.tree(part, (*above, id(leaf))) for part in structure.values])
+        made = _Object(structure, [self.tree(part, (*above, id(leaf))) for part in structure.values])
+        self._objects[id(leaf)] = self._count
+        self._count += 1
+        return made
 
 
 def _is_number(leaf: Any) -> bool:
@@ -263,29 +275,31 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
     A part in which no tensor changes stays the same object.
     """
-    return _mapped(change, value, ())
+    return _mapped(change, value, {})
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any, above: tuple[int, ...]) -> Any:
+def _mapped(change: Callable[[Tensor], Tensor], value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     leaves, spec = pytree.tree_flatten(value)
-    made = [_mapped_leaf(change, leaf, above) for leaf in leaves]
+    made = [_mapped_leaf(change, leaf, done) for leaf in leaves]
     if all(one is leaf for one, leaf in zip(made, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(made, spec)
 
 
-def _mapped_leaf(change: Callable[[Tensor], Tensor], leaf: Any, above: tuple[int, ...]) -> Any:
+def _mapped_leaf(change: Callable[[Tensor], Tensor], leaf: Any, done: dict[int, Any]) -> Any:
+    """Return the changed leaf. ``done`` holds the results for the objects so far, which may occur again."""
     if isinstance(leaf, Tensor):
         return change(leaf)
-    structure = None if type(leaf) in _ATOMS or id(leaf) in above else structure_of(leaf)
-    if structure is None:
+    if type(leaf) in _ATOMS or (structure := structure_of(leaf)) is None:
         return leaf
-    made = [_mapped(change, part, (*above, id(leaf))) for part in structure.values]
-    if all(one is part for one, part in zip(made, structure.values, strict=True)):
-        return leaf
-    return structure.rebuilt(made)
+    if id(leaf) not in done:
+        done[id(leaf)] = leaf  # while the object is taken apart, which may refer to itself
+        made = [_mapped(change, part, done) for part in structure.values]
+        if any(one is not part for one, part in zip(made, structure.values, strict=True)):
+            done[id(leaf)] = structure.rebuilt(made)
+    return done[id(leaf)]
 
 
 def positional(forward: Callable[..., Any]) -> list[str]:

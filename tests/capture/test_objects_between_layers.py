@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError
+from pipesched.tensors.tree_structure import Pattern, map_tensors
 from tests.support.odd_models import FLOATS, check, made, square
 
 LENGTHS = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
@@ -243,6 +244,28 @@ class Passing(nn.Module):
 
 def test_an_object_that_layers_pass_on_stays_the_same_object() -> None:
     check(Passing, FLOATS, LENGTHS)
+
+
+class Woven(Plain):
+    """Objects of which each refers to all objects before it."""
+
+    def __init__(self, tensors: Any, mask: Any) -> None:
+        super().__init__(tensors, mask)
+        self.others: list[Plain] = []
+        for _ in range(30):
+            self.others.append(Plain([*self.others], mask))
+
+
+def test_objects_that_share_parts_are_taken_apart_once() -> None:
+    check(functools.partial(Masked, Woven), FLOATS, LENGTHS, schedules=["1f1b"], steps=1)
+    value = Woven(FLOATS, None)
+    pattern = Pattern(value)
+    copy = pattern.build(iter([FLOATS]))
+    assert copy.others[1].tensors[0] is copy.others[0]
+    assert copy.others[29].tensors[:29] == copy.others[:29]
+    other = map_tensors(torch.neg, value)
+    assert torch.equal(other.tensors, -FLOATS)
+    assert map_tensors(lambda tensor: tensor, value) is value
 
 
 class Gated(nn.Module):
