@@ -174,6 +174,15 @@ class Capture:
         return frozenset(free)
 
     @cached_property
+    def first_read(self) -> int:
+        """The first call that reads a value of layers, which is known only in a step; the number of calls if none.
+
+        Later functions may get such a value as a plain number, on which the number of their results may depend.
+        """
+        reads = (call.index for call in self.calls if call.reads and call.index not in self.free)
+        return next(reads, len(self.calls))
+
+    @cached_property
     def draws(self) -> dict[int, int]:
         """The calls of random functions: call index -> number of earlier random calls."""
         return {call.index: number for number, call in enumerate(call for call in self.calls if call.random)}

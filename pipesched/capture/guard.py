@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pipesched.capture.capture import INPUT, Call, Capture, Value
 from pipesched.capture.code_draws import CodeDraws
-from pipesched.tensors.payload import pytree
-from pipesched.tensors.tree_structure import tensors_in
+from pipesched.tensors.torch_functions import is_shaped_by_contents
+from pipesched.tensors.tree_structure import Pattern, tensors_in
 
 __all__ = ["Guard", "guard_of"]
 
@@ -17,22 +17,25 @@ _COMPARABLE = bool, int, float, complex, str
 
 
 class _Step(NamedTuple):
-    """One function call. The tensors in ``leaves`` are replaced by the values in ``slots``."""
+    """One function call."""
 
     call: Call
     func: Any
-    leaves: list[Any]
-    spec: Any
-    #: (position in ``leaves``, Value of the tensor)
-    slots: list[tuple[int, Value]]
+    arguments: Pattern
+    #: For each tensor in the arguments, its Value, or the tensor itself if it has no Value.
+    tensors: list[Value | Tensor]
     #: The number of earlier random calls; None for a function that draws nothing.
     draw: int | None
+    #: The shapes that the results must have; None if their shapes do not depend on values, or the code reads no shape.
+    shapes: list[torch.Size] | None
 
 
 class Guard:
     """Repeats the functions on which the values depend that the code between layers reads.
 
-    A micro-batch of the same form takes the same path if it gives the same values.
+    A micro-batch of the same form takes the same path if it gives the same values, if functions that return lists (such
+    as ``unbind``) return as many results, and if results whose shapes depend on values have the same shapes. A function
+    that fails does not give the same values.
 
     Args:
         steps: the functions, in call order.
@@ -58,17 +61,25 @@ class Guard:
     @staticmethod
     def _repeats(step: _Step, values: dict[Value, Tensor], draws: CodeDraws) -> bool:
         call = step.call
-        leaves = list(step.leaves)
-        for place, value in step.slots:
-            leaves[place] = values[value]
-        args, kwargs = pytree.tree_unflatten(leaves, step.spec)
-        if step.draw is None:
-            result = step.func(*args, **kwargs)
-        else:
-            result = draws.call_at(step.draw, step.func, *args, **kwargs)
+        if not all(isinstance(one, Tensor) or one in values for one in step.tensors):
+            return False  # an earlier function returned fewer results
+        given = (one if isinstance(one, Tensor) else values[one] for one in step.tensors)
+        args, kwargs = step.arguments.build(given)
+        try:
+            if step.draw is None:
+                result = step.func(*args, **kwargs)
+            else:
+                result = draws.call_at(step.draw, step.func, *args, **kwargs)
+        except Exception:  # a function may require what only some micro-batches have, such as more than 14 rows
+            return False
         if call.reads:
             return type(result) is type(call.outcome) and bool(result == call.outcome)
-        values.update(((call.index, place), tensor) for place, tensor in enumerate(tensors_in(result)))
+        if call.pattern.is_list and not Pattern(result).is_like(call.pattern):
+            return False
+        tensors = list(tensors_in(result))
+        if step.shapes is not None and step.shapes != [tensor.shape for tensor in tensors]:
+            return False
+        values.update(((call.index, place), tensor) for place, tensor in enumerate(tensors))
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             values.update(((call.index, place), taken[position]) for position, place in call.changes.items())
@@ -89,18 +100,22 @@ def guard_of(capture: Capture, names: Sequence[Any]) -> Guard | None:
     if "" in capture.outside:
         return None
     unknown = _unknown(capture)
+    shaped = _shaped_by_contents(capture) & {index for index, _ in capture.looked_at}
     needed: set[Value] = set()
     chosen: list[Call] = []
     for call in reversed(capture.calls):
         gives = {(call.index, place) for place in range(call.gives)}
-        if call.index in unknown or not (call.reads or needed & gives or needed & {*call.writes}):
+        compared = call.reads or call.index in shaped or (call.pattern.is_list and not call.layer)
+        if call.index in unknown or not (compared or needed & gives or needed & {*call.writes}):
             continue
         if not _repeatable(capture, call):
             return None
         chosen.append(call)
         needed.update(call.takes)
     draws = capture.draws
-    return Guard([_step(capture, call, draws) for call in chosen[::-1]], names, capture.written_inputs)
+    return Guard(
+        [_step(capture, call, draws, call.index in shaped) for call in chosen[::-1]], names, capture.written_inputs
+    )
 
 
 def _unknown(capture: Capture) -> set[int]:
@@ -114,21 +129,30 @@ def _unknown(capture: Capture) -> set[int]:
     return found
 
 
+def _shaped_by_contents(capture: Capture) -> set[int]:
+    """Return the function calls whose results have shapes that may depend on values of their arguments."""
+    found: set[int] = set()
+    for call in capture.calls:
+        function = capture.functions.get(call.index)
+        own = function is not None and is_shaped_by_contents(call.function, function.arguments[0])
+        if not call.changes and (own or any(index in found for index, _ in call.takes)):
+            found.add(call.index)
+    return found
+
+
 def _repeatable(capture: Capture, call: Call) -> bool:
     function = capture.functions.get(call.index)
     if function is None or (call.reads and not isinstance(call.outcome, _COMPARABLE)):
         return False
-    tensors = [leaf for leaf in pytree.tree_leaves(function.arguments) if isinstance(leaf, Tensor)]
-    return len(tensors) == len(function.values)  # not if there are tensors in the fields of a dataclass
+    tensors: list[Tensor] = []
+    Pattern(function.arguments, tensors=tensors)
+    return len(tensors) == len(function.values)  # not if there are tensors in objects
 
 
-def _step(capture: Capture, call: Call, draws: Mapping[int, int]) -> _Step:
+def _step(capture: Capture, call: Call, draws: Mapping[int, int], is_shaped: bool) -> _Step:
     function = capture.functions[call.index]
-    leaves, spec = pytree.tree_flatten(function.arguments)
-    values = iter(function.values)
-    slots = []
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (value := next(values)) is not None:
-            slots.append((place, value))
-            leaves[place] = None
-    return _Step(call, function.function, leaves, spec, slots, draws.get(call.index))
+    tensors: list[Tensor] = []
+    arguments = Pattern(function.arguments, tensors=tensors)
+    given = [tensor if value is None else value for value, tensor in zip(function.values, tensors, strict=True)]
+    shapes = [capture.values[call.index, place].shape for place in range(call.gives)] if is_shaped else None
+    return _Step(call, function.function, arguments, given, draws.get(call.index), shapes)

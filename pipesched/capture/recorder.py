@@ -25,7 +25,6 @@ from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
-from pipesched.tensors.structures import object_tensors
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
@@ -37,7 +36,15 @@ from pipesched.tensors.torch_functions import (
     memory_at,
     name_of,
 )
-from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, tensors_in
+from pipesched.tensors.tree_structure import (
+    Pattern,
+    map_tensors,
+    named_leaves,
+    objects_in,
+    positional,
+    tensors_in,
+    tensors_in_objects,
+)
 from pipesched.units import counted
 
 __all__ = ["record"]
@@ -108,7 +115,8 @@ class _Recorder(TorchFunctionMode):
         self._note_outside("")
         for name, layer in self._layers.items():
             self._places.before(name, layer, self._is_of_layer)
-        results = [*tensors_in(output), *object_tensors(output)]
+        results: list[Tensor] = []
+        Pattern(output, tensors=results)
         for tensor in results:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
@@ -212,7 +220,8 @@ class _Recorder(TorchFunctionMode):
         changed = changed_in_place(taken, versions)
         if name in READS or is_shaped_by_contents(name, args):
             self._readers.setdefault(self._shells.running(), len(self._capture.calls))
-        if changed or any(True for _ in tensors_in(result)):
+        is_empty = type(result) in (list, tuple) and not result and name not in READS | ASKS  # such as that of unbind
+        if changed or (taken and is_empty) or any(True for _ in tensors_in(result)):
             result, call = self._function(func, name, args, kwargs, taken, changed, result)
             call.random = draws(func, args, kwargs)
             call.outward |= func is added_loss
@@ -232,8 +241,8 @@ class _Recorder(TorchFunctionMode):
     ) -> tuple[Any, Call]:
         """Record a call of a function between layers. Return the result and the Call."""
         values = tuple(self._value.get(id(tensor)) for tensor in taken)
-        result, call = self._new("", name, taken, changed, result)
-        arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        result, call = self._new("", name, taken, changed, result, objects=objects_in((args, kwargs)))
+        arguments = map_tensors(Tensor.detach, (args, kwargs))
         self._capture.functions[call.index] = FunctionCall(func, arguments, values)
         return result, call
 
@@ -314,19 +323,19 @@ class _Recorder(TorchFunctionMode):
         self._inside = True
         try:
             taken = list(tensors_in((args, kwargs)))
+            in_objects = tensors_in_objects(objects := objects_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
             held = [(key, one) for key, one in own.items() if not isinstance(one, nn.Parameter)]
             before = [(key, one, one._version) for key, one in held if not one.is_inference()]
             called = name in self._counts
             buffers = [(one, one._version, one.clone()) for _, one in held if called]
-            leaves = pytree.tree_leaves((args, kwargs))
-            values = tuple(self._value.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+            values = tuple(self._value.get(id(tensor)) for tensor in taken)
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._forget_layer()
             self._own = set(map(id, own.values()))
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             if self._scout is None or not self._scout.is_plain(name):
-                self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
+                self._arguments = {id(one) for one in (*taken, *in_objects, *tensors_in(list(told.values())))}
             call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
             result = call_it(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
@@ -334,7 +343,9 @@ class _Recorder(TorchFunctionMode):
             rewritten = (one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
             counted = any(rewritten) or (called and bool(replaced))
             by_the_way = sorted(self._by_the_way, key=str)
-            result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
+            result, call = self._new(
+                name, "", taken, changed_in_place(taken, versions), result, objects=objects, in_objects=in_objects
+            )
         except Exception as error:
             error.add_note(f"while layer {name!r} was running with the given sample")
             raise
@@ -392,16 +403,24 @@ class _Recorder(TorchFunctionMode):
         changed: list[int],
         result: Any,
         *,
+        objects: Sequence[Any] = (),
+        in_objects: Sequence[Tensor] | None = None,
         transform: bool = False,
     ) -> tuple[Any, Call]:
         """Record a call. Return the result and the Call.
+
+        The call may use all values in the objects among its arguments. ``in_objects`` holds the tensors that were in
+        these objects before the call (default: those that are in them now).
 
         If the result contains an argument that the call did not change, a view replaces this tensor in the result. The
         argument and the result then have different ids.
         """
         adopts = self._transforms.adopted(taken)
-        takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
+        used = [*taken, *(tensors_in_objects(objects) if in_objects is None else in_objects)]
+        takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in used if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
+        given: list[Tensor] = []
+        pattern = Pattern(result, objects, given)
         number = 0
         if layer or uses or transform:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
@@ -413,7 +432,7 @@ class _Recorder(TorchFunctionMode):
             takes=takes,
             uses=uses,
             gives=0,
-            pattern=Pattern(result),
+            pattern=pattern,
             loose=uses,
             transform=transform,
             adopts=adopts,
@@ -440,10 +459,10 @@ class _Recorder(TorchFunctionMode):
         if (region := self._finder.outermost()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
-        through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}
-        given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in tensors_in(result)]
-        if any(id(tensor) in through for tensor in tensors_in(result)):
-            result = call.pattern.build(iter(given))
+        through = {id(tensor) for tensor in used} - {id(taken[position]) for position in changed}
+        if any(id(tensor) in through for tensor in given):
+            given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in given]
+            result = pattern.build(iter(given), objects=objects)
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
         changes = {}
         for position in changed:

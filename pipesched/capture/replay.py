@@ -28,7 +28,15 @@ from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import look_of, without_values
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import name_of
-from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, tensors_in
+from pipesched.tensors.tree_structure import (
+    Pattern,
+    key_of,
+    map_tensors,
+    named_leaves,
+    objects_in,
+    positional,
+    tensors_in,
+)
 
 __all__ = ["Look", "Looks", "Replay", "Run", "StandIns"]
 
@@ -54,8 +62,8 @@ class Looks:
     def __init__(self, *values: tuple[Value, Look]) -> None:
         self.values = values
         self._key = tuple(
-            [(value, repr(look) if value[1] == _NUMBERS else look) for value, look in values]
-        )  # repr distinguishes 1 from True
+            [(value, tuple(map(key_of, look)) if value[1] == _NUMBERS else look) for value, look in values]
+        )
 
     @classmethod
     def of(cls, values: Mapping[Value, Look]) -> "Looks":
@@ -98,7 +106,7 @@ class Replay:
         tied: StandIns,
         called: Mapping[str, nn.Module],
     ) -> None:
-        last = stage == len(parts) - 1
+        self.is_last = last = stage == len(parts) - 1
         part = parts[stage]
         self.capture = capture
         self.parts = parts
@@ -231,7 +239,7 @@ class Run(TorchFunctionMode):
         if self._error is not None:  # the model's code may have caught the error
             raise self._error
         if self._aliases:
-            output = Pattern(output).build(self._instead.get(id(one), one) for one in tensors_in(output))
+            output = map_tensors(self._replaced, output)
         if self.stand_ins:
             self.check_real(tensors_in(output), "the model returns")
         return output
@@ -317,7 +325,7 @@ class Run(TorchFunctionMode):
         if call.index in self._runs:
             args, kwargs = self._own((args, kwargs), call)
         else:
-            args, kwargs = pytree.tree_map_only(Tensor, _without_values, (args, kwargs))
+            args, kwargs = map_tensors(_without_values, (args, kwargs))
         return func(*args, **kwargs)
 
     def _begin_transform(self, frame: FrameType) -> None:
@@ -379,10 +387,13 @@ class Run(TorchFunctionMode):
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
         if self._instead:  # first, so that a buffer changed by an earlier stage is replaced by the received buffer
-            arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
+            arguments = map_tensors(self._replaced, arguments)
         given = self._stand_ins(call)
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
         return taken
+
+    def _replaced(self, tensor: Tensor) -> Tensor:
+        return self._instead.get(id(tensor), tensor)
 
     def _stand_ins(self, call: Call) -> dict[Tensor, Tensor]:
         """Return the tensors that replace the weights that a call uses."""
@@ -398,14 +409,20 @@ class Run(TorchFunctionMode):
         if call.reads:
             self.made[call.index, 0] = result
             return result
-        given = list(tensors_in(result))
-        if not isinstance(result, Tensor):
-            pattern = Pattern(result)
+        given: list[Tensor] = []
+        if isinstance(result, Tensor):
+            given.append(result)
+        else:
+            pattern = Pattern(result, objects_in((args, kwargs)), given)
             if not pattern.is_like(call.pattern):
                 self._error = replay_errors.other_form(self._replay, call)
                 raise self._error
-            if pattern.numbers != call.pattern.numbers:
+            if not pattern.has_numbers_of(call.pattern):
                 self.looks[call.index, _NUMBERS] = pattern.numbers
+            strange = None if self._replay.is_last else pattern.strange(call.pattern)
+            if strange is not None:
+                self._error = replay_errors.other_object(self._replay, call, strange)
+                raise self._error
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -436,8 +453,11 @@ class Run(TorchFunctionMode):
                 if call.arguments[position] is None:  # for example a buffer of the stage that runs the call
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
+        if call.pattern.is_tensor:  # the usual case
+            return places[0]
         try:
-            return call.pattern.build(iter(places), self.looks.get((call.index, _NUMBERS)))
+            numbers = self.looks.get((call.index, _NUMBERS))
+            return call.pattern.build(iter(places), numbers, objects_in((args, kwargs)))
         except Exception as error:
             self._error = replay_errors.cannot_be_made(self._replay, call, error)
             raise self._error from error
@@ -453,7 +473,9 @@ class Run(TorchFunctionMode):
             return given
         look = self.looks.get(value)
         if look is None:
-            made = torch.empty(0, device="meta")
+            # torch functions take a tensor without dimensions in place of a number
+            known = self._replay.capture.values.get(value)
+            made = torch.empty(() if isinstance(known, Tensor) and known.dim() == 0 else 0, device="meta")
             self._blank.add(id(made))
         else:
             made = without_values(*look)

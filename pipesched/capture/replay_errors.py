@@ -21,6 +21,7 @@ __all__ = [
     "other_calls",
     "other_calls_again",
     "other_form",
+    "other_object",
     "other_value",
     "other_weight",
     "without_values",
@@ -89,6 +90,16 @@ def other_form(replay: "Replay", call: Call) -> GraphError:
     return GraphError(
         f"a call must return values in the same structure as for the sample; {call} returned a different structure for "
         f"this batch; {_remedy(replay)}"
+    )
+
+
+def other_object(replay: "Replay", call: Call, value: object) -> GraphError:
+    """Return the error of a call that returns an object which cannot be sent to other stages."""
+    return GraphError(
+        f"a call must return values that can be sent to other stages, because every stage runs the code between "
+        f"layers; {call} (stage {replay.stage}) returned an object of class {type(value).__qualname__}, which is not "
+        f"equal to the object for the sample and cannot be taken apart; {_keep_whole(replay)}return tensors and plain "
+        f"values in a tuple, a dict or a dataclass"
     )
 
 

@@ -61,13 +61,17 @@ class _Result:
 
     @classmethod
     def of(cls, value: Any) -> "_Result":
-        tensors = list(tensors_in(value))
+        tensors: list[Tensor] = []
+        pattern = Pattern(value, tensors=tensors)
         ids = [id(tensor) for tensor in tensors]
-        return cls(Pattern(value), [(tensor.dtype, tensor.shape) for tensor in tensors], [*map(ids.index, ids)])
+        return cls(pattern, [(tensor.dtype, tensor.shape) for tensor in tensors], [*map(ids.index, ids)])
 
     def is_like(self, other: "_Result") -> bool:
-        same = self.tensors == other.tensors and self.pattern.numbers == other.pattern.numbers
-        same = same and self.firsts == other.firsts
+        return self.tensors == other.tensors and self.has_form_of(other)
+
+    def has_form_of(self, other: "_Result") -> bool:
+        """Return whether both results are equal except for their tensors."""
+        same = self.firsts == other.firsts and self.pattern.has_numbers_of(other.pattern)
         return same and self.pattern.is_like(other.pattern)
 
     @property
@@ -110,6 +114,7 @@ class LayerForms:
         special = {call.layer for pair in capture.hidden for call in pair}
         special |= {capture.calls[index].layer for index in capture.told}
         special |= {call.layer for call in capture.calls if call.changes or call.loose or call.reached}
+        special |= {call.layer for call in capture.layer_calls if not {*call.takes} <= {*capture.taken[call.index]}}
         return cls({call.layer for call in capture.layer_calls} - special)
 
     def result(
@@ -153,8 +158,7 @@ class LayerForms:
         self._results[kind, layer.training, form] = made
         sort, sizes = _apart(form)
         result, rules = self._rules.setdefault((kind, layer.training, sort), (made, SizeRules()))
-        same = result.pattern.is_like(made.pattern) and result.pattern.numbers == made.pattern.numbers
-        if same and len(result.sizes) == len(made.sizes):
+        if result.has_form_of(made) and len(result.sizes) == len(made.sizes):
             rules.learn(sizes, made.sizes)
         else:
             self._rules[kind, layer.training, sort] = made, SizeRules()

@@ -19,7 +19,7 @@ from pipesched.program.program import Program
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.tensors.payload import PerConsumer, pytree
-from pipesched.tensors.tree_structure import Pattern, tensors_in
+from pipesched.tensors.tree_structure import Pattern
 from pipesched.units import and_more
 
 __all__ = ["StageModule", "Wrap", "WrappedBody", "wrapped_bodies"]
@@ -121,8 +121,9 @@ class WrappedBody:
             output = self._body.run(given, came, call, random, path)
             apart = isinstance(output, PerConsumer)
             output = tuple(output) if apart else output
-            pattern = Pattern(output)
-            return tuple(tensors_in(output))
+            made: list[Tensor] = []
+            pattern = Pattern(output, tensors=made)
+            return tuple(made)
 
         given = self._inner.run(self.module, turn, [leaves[place] for place in places], {})
         output = pattern.build(iter(given))

@@ -80,6 +80,7 @@ def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[froze
     before = [call for call in capture.calls[:end] if call.index in free]
     looked_at = {index for index, _ in capture.looked_at}  # the shapes of free calls' values are not sent
     seen = {call.index for call in before if call.reads or call.transform or call.index in looked_at}
+    seen |= {call.index for call in before if call.pattern.is_list and call.index > capture.first_read}
     asked = [*own, *(call.index for call in before if call.index in seen or not call.takes)]
     values = list(capture.output) if last else []
     while asked or values:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipesched.tensors.exchange import Move, Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import give_contents
-from pipesched.tensors.payload import pytree
+from pipesched.tensors.tree_structure import map_tensors
 
 __all__ = ["Place", "Ties", "Use", "deliver", "with_stand_ins"]
 
@@ -27,7 +27,8 @@ Place = tuple[str, int]
 
 def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mapping[Tensor, Tensor]) -> Any:
     """Replace tied weights or buffers inside a value with their stand-ins."""
-    return pytree.tree_map_only(Tensor, lambda tensor: stand_ins.get(tensor, tensor), value)
+    given: Mapping[Any, Tensor] = stand_ins
+    return map_tensors(lambda tensor: given.get(tensor, tensor), value)
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import networkx as nx
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipesched.capture.capture import Call, Capture, FunctionCall, Value
 from pipesched.capture.captured_model import CapturedModel
@@ -16,7 +16,7 @@ from pipesched.model.state_guard import set_aside
 from pipesched.profiling.layer_profiler import QUICK, Between, Effort, measure_calls, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.meta_tensors import lacks_contents
-from pipesched.tensors.payload import pytree
+from pipesched.tensors.tree_structure import map_tensors, tensors_in
 from pipesched.torch_checks import as_call, as_device
 
 __all__ = ["graph_of", "measure"]
@@ -120,9 +120,9 @@ def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
 
 def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
     """Return the arguments of a call. Arguments that depend on trained parameters require gradients."""
-    leaves, spec = pytree.tree_flatten(between.arguments)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for place, value in zip(places, between.values, strict=False):
-        if value in trained and leaves[place].is_floating_point():
-            leaves[place] = leaves[place].detach().requires_grad_()
-    return pytree.tree_unflatten(leaves, spec)
+    wanting = {
+        id(tensor): tensor.detach().requires_grad_()
+        for tensor, value in zip(tensors_in(between.arguments), between.values, strict=False)
+        if value in trained and tensor.is_floating_point()
+    }
+    return map_tensors(lambda tensor: wanting.get(id(tensor), tensor), between.arguments)

@@ -15,6 +15,7 @@ from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import is_shaped_by_contents, name_of
 from pipesched.tensors.torch_insides import base_of
+from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = [
     "Beside",
@@ -65,7 +66,7 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
 
 def apart(value: Any) -> Any:
     """Replace the meta tensors in a value with new meta tensors, because the old ones may be views of weights."""
-    return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
+    return map_tensors(lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
 
 
 def put_on(module: nn.Module, device: torch.device) -> None:
@@ -126,19 +127,26 @@ class Beside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if func == _DEVICE:
             return self._claimed
         try:
-            return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
+            return _apply(func, args, kwargs, _without_bounds(tensors, (args, kwargs)))
         except (RuntimeError, TypeError) as error:
             raise GraphError(
                 f"a model on the meta device must run without the values of its weights; the model's code calls "
                 f"{getattr(func, '__name__', func)} on a value computed from the weights ({error}); move that code "
                 f"into a layer, or build the model on a real device instead of meta"
             ) from error
+
+
+def _without_bounds(tensors: Sequence[Tensor], arguments: Any) -> list[Tensor]:
+    """Return the tensors with values, except the bounds of slices, which must keep their values."""
+    slices = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, slice)]
+    bounds = {id(one) for one in tensors_in(slices)}
+    return [one for one in tensors if not one.is_meta and id(one) not in bounds]
 
 
 def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor]) -> Any:
@@ -163,7 +171,7 @@ def _on_meta(func: Callable[..., Any], args: Any, kwargs: Any, full: Sequence[Te
     """Call a function with meta copies of the tensors ``full``."""
     copies = {id(tensor): tensor.to(_META) for tensor in full}
     versions = {key: copy._version for key, copy in copies.items()}
-    there = pytree.tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
+    there = map_tensors(lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
     result = func(*there[0], **there[1])
     changed = [(tensor, copies[id(tensor)]) for tensor in full if copies[id(tensor)]._version != versions[id(tensor)]]
     return _with_changes(result, changed)
@@ -175,16 +183,18 @@ def _without_contents(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     except NotImplementedError:
         name = name_of(func)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = list(tensors_in((args, kwargs)))
         has_mask = any(leaf.dtype is torch.bool and not leaf.is_meta for leaf in leaves)  # for ``masked_select``
         if name.endswith("_") or (is_shaped_by_contents(name, args) and not has_mask):
             raise
         trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-        args, kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
+        args, kwargs = map_tensors(stand_in, (args, kwargs))
         result = func(*args, **kwargs)
-        return pytree.tree_map_only(
-            Tensor, lambda one: one.detach().to(_META).requires_grad_(trains and one.is_floating_point()), result
-        )
+
+        def emptied(one: Tensor) -> Tensor:
+            return one.detach().to(_META).requires_grad_(trains and one.is_floating_point())
+
+        return map_tensors(emptied, result)
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
@@ -198,7 +208,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
             )
         torch.utils.swap_tensors(tensor, copy)
         back[id(copy)] = tensor
-    return pytree.tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
+    return map_tensors(lambda tensor: back.get(id(tensor), tensor), result) if back else result
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -227,7 +237,7 @@ def call_beside(
 
     ``again`` returns the arguments as they were before the call.
     """
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = tensors_in((args, kwargs))
     if not any(tensor.is_meta for tensor in (*given, *_tensors_of(layer))):
         return layer(*args, **kwargs)
     try:
@@ -236,6 +246,6 @@ def call_beside(
     except Exception:
         own = {name: stand_in(tensor, weight=True) for name, tensor in layer.named_parameters()}
         own |= {name: stand_in(tensor, weight=True) for name, tensor in layer.named_buffers()}
-        args, kwargs = pytree.tree_map_only(Tensor, stand_in, again())
+        args, kwargs = map_tensors(stand_in, again())
         result = torch.func.functional_call(layer, own, args, kwargs)
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_META), result)
+        return map_tensors(lambda tensor: tensor.to(_META), result)

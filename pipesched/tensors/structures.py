@@ -4,10 +4,16 @@ Structures are lists, tuples, dicts, named tuples, dataclasses, values that are 
 objects of other classes, whose parts are their attributes.
 """
 
-import copy
+import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -15,24 +21,36 @@ from torch import Tensor, nn
 
 from pipesched.tensors.payload import fields_of, is_record, pytree, record_of
 
-__all__ = ["PLAIN", "Structure", "is_opaque", "object_tensors", "structure_of"]
+__all__ = ["NUMBERS", "PLAIN", "Structure", "is_opaque", "object_tensors", "structure_of"]
 
-#: Types of values without parts. (Tensors and arrays have no parts either.)
-PLAIN = (
+#: Types of immutable values without parts, such as sizes, which may depend on the batch.
+NUMBERS = (
     bool,
     int,
     float,
     complex,
     str,
     bytes,
+    range,
     Enum,
     type,
-    nn.Module,
     torch.Size,
     torch.dtype,
     torch.device,
+    torch.layout,
+    torch.memory_format,
     np.generic,
+    np.dtype,
+    Decimal,
+    Fraction,
+    PurePath,
+    UUID,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
 )
+#: Types of values without parts. (Tensors and arrays have no parts either.)
+PLAIN = (*NUMBERS, nn.Module)
 
 
 class Structure(NamedTuple):
@@ -70,21 +88,55 @@ def structure_of(value: Any) -> Structure | None:
         if isinstance(value, Mapping) and len(value) == len(leaves):
             keys = list(value)
         return Structure(kind, keys, leaves, lambda made: pytree.tree_unflatten(list(made), spec))
-    return _object_structure(value)
+    return _slice_structure(value) if kind is slice else _object_structure(value)
+
+
+def _slice_structure(value: slice) -> Structure:
+    bounds = value.start, value.stop, value.step
+    return Structure(slice, ("start", "stop", "step"), bounds, lambda made: slice(*made))
 
 
 def _object_structure(value: Any) -> Structure | None:
-    """Take an object apart into its attributes. Parts are put into shallow copies of the object."""
-    if callable(value) or not hasattr(value, "__dict__"):
+    """Take an object apart into its attributes and, if it is a dict, its entries."""
+    kind = type(value)
+    base = _base_of(kind)
+    if callable(value) or base not in (object, SimpleNamespace, dict):
         return None
-    names = list(vars(value))
+    entries = dict(value) if base is dict else {}
+    attributes = _attributes_of(value)
+    if not (attributes or base is dict or kind.__dictoffset__):
+        return None
 
     def rebuilt(made: Sequence[Any]) -> Any:
-        other = copy.copy(value)
-        vars(other).update(zip(names, made, strict=True))
+        other = base.__new__(kind)
+        if entries:
+            dict.update(other, zip(entries, made, strict=False))
+        for name, part in zip(attributes, made[len(entries) :], strict=True):
+            object.__setattr__(other, name, part)
         return other
 
-    return Structure(type(value), names, list(vars(value).values()), rebuilt, is_object=True)
+    return Structure(kind, [*entries, *attributes], [*entries.values(), *attributes.values()], rebuilt, is_object=True)
+
+
+def _base_of(kind: type) -> type:
+    """Return the class, implemented in C, that decides what the instances of a class contain besides attributes."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & _MADE_IN_PYTHON)
+
+
+_MADE_IN_PYTHON = 1 << 9
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, without running the class's own ``__getattribute__``."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{kind.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+            if name not in ("__dict__", "__weakref__"):
+                with suppress(AttributeError):  # a slot that was never set
+                    found[name] = object.__getattribute__(value, name)
+    return found | (object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {})
 
 
 def object_tensors(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:

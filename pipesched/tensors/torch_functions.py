@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
+from pipesched.tensors.payload import pytree
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = [
@@ -56,7 +57,11 @@ def name_of(function: Callable[..., Any]) -> str:
 def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
     """Return whether the shape of a function's result depends on the values of tensors."""
     if name == "__getitem__":
-        return any(tensor.dtype is torch.bool for tensor in tensors_in(args[1:]))
+        index = list(args[1:])
+        in_slices = any(
+            isinstance(leaf, slice) and any(True for _ in tensors_in(leaf)) for leaf in pytree.tree_leaves(index)
+        )
+        return in_slices or any(tensor.dtype is torch.bool for tensor in tensors_in(index))
     return name in _SHAPED or (name == "where" and len(args) == 1)
 
 
