@@ -6,6 +6,7 @@ objects of other classes, whose parts are their attributes.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -75,16 +76,32 @@ def structure_of(value: Any) -> Structure | None:
 
 def _object_structure(value: Any) -> Structure | None:
     """Take an object apart into its attributes. Parts are put into shallow copies of the object."""
-    if callable(value) or not hasattr(value, "__dict__"):
+    slots = () if callable(value) else _set_slots(value)
+    if callable(value) or not (slots or hasattr(value, "__dict__")):
         return None
-    names = list(vars(value))
+    held = {**{name: object.__getattribute__(value, name) for name in slots}, **getattr(value, "__dict__", {})}
 
     def rebuilt(made: Sequence[Any]) -> Any:
         other = copy.copy(value)
-        vars(other).update(zip(names, made, strict=True))
+        for name, one in zip(held, made, strict=True):
+            object.__setattr__(other, name, one) if name in slots else vars(other).update({name: one})
         return other
 
-    return Structure(type(value), names, list(vars(value).values()), rebuilt, is_object=True)
+    return Structure(type(value), list(held), list(held.values()), rebuilt, is_object=True)
+
+
+def _set_slots(value: Any) -> Sequence[str]:
+    """Return the names of the attributes that an object has in the ``__slots__`` of its classes."""
+    found = []
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            own = f"_{kind.__name__.lstrip('_')}{name}" if private else name
+            with suppress(AttributeError):  # a slot without a value
+                object.__getattribute__(value, own)
+                found += [own] if name not in ("__dict__", "__weakref__") else []
+    return tuple(dict.fromkeys(found))
 
 
 def object_tensors(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:

@@ -38,6 +38,20 @@ class Holder:
         self.lengths = lengths
 
 
+class Slotted:
+    """An object without a ``__dict__``, as small records often are."""
+
+    __slots__ = ("__private", "lengths", "unset")
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+        self.__private = "record"
+
+
+class SlottedChild(Slotted):
+    """An object with slots of a base class, and other attributes."""
+
+
 class Encoding(UserDict):
     """A dict-like object that torch's pytrees do not know."""
 
@@ -47,7 +61,7 @@ Named = namedtuple("Named", ["lengths"])
 
 def read(given: Any) -> list[Any]:
     """Return the numbers in any of the containers."""
-    if isinstance(given, Record | Holder | Named):
+    if isinstance(given, Record | Holder | Slotted | Named):
         given = given.lengths
     elif isinstance(given, dict | UserDict):
         given = given["lengths"]
@@ -105,6 +119,8 @@ FORMS: dict[str, Callable[[list[float]], Any]] = {
     "dataclass": lambda numbers: Record(list(numbers)),
     "dataclass of a tensor": lambda numbers: Record(torch.tensor(numbers)),
     "object": lambda numbers: Holder(torch.tensor(numbers)),
+    "slots": lambda numbers: Slotted(torch.tensor(numbers)),
+    "slots of a base class": lambda numbers: SlottedChild(list(numbers)),
     "object of a list": lambda numbers: Holder(list(numbers)),
     "dict-like object": lambda numbers: Encoding(lengths=torch.tensor(numbers)),
 }
