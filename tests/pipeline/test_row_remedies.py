@@ -2,9 +2,12 @@
 
 import copy
 import re
+from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,3 +164,26 @@ def test_lists_are_compared_with_a_sample_of_unequal_rows() -> None:
         pipe.step(X, VECTORS, target=Y[:8])
     for one, other in zip(model.parameters(), looped.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", [UserDict, lambda fields: SimpleNamespace(**fields)])
+def test_a_sample_can_be_one_object_with_tensors(form: Callable[[dict[str, Tensor]], Any]) -> None:
+    torch.manual_seed(0)
+    model = Model(lambda first, given: first(given.x if isinstance(given, SimpleNamespace) else given["x"]))
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "seed": 1, "num_microbatches": 4}
+    with Pipeline(model, (form({"x": X[:2]}),), **(HERE | options)) as pipe:
+        loss = pipe.step(form({"x": X}), target=Y[:8])
+    assert torch.equal(loss, reference_step(plain, form({"x": X}), target=Y[:8], **options))
+
+
+def test_a_dict_like_sample_holds_keyword_arguments() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    with Pipeline(model, UserDict(input=X[:2]), loss_fn=functional.cross_entropy, **HERE) as pipe:
+        loss = pipe.step(**UserDict(input=X), target=Y[:8])
+    torch.testing.assert_close(loss, functional.cross_entropy(model(X), Y[:8]).detach())
+
+
+def test_a_sample_of_arrays_is_refused() -> None:
+    with pytest.raises(InputError, match=r"convert a numpy array with torch\.from_numpy"):
+        Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), (np.ones((2, 8)),), **HERE)
