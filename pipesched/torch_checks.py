@@ -3,6 +3,7 @@
 import inspect
 import math
 import operator
+from collections import UserDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from pipesched.checks import is_count, shown
 from pipesched.errors import DeviceCountError, InputError, ModelTypeError
 from pipesched.tensors.payload import opened, pytree
+from pipesched.tensors.structures import object_tensors
 
 __all__ = [
     "as_call",
@@ -31,15 +33,18 @@ _MOST_THREADS = 4096  # no machine has more cores; with far more threads, torch'
 def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert a sample to (args, kwargs).
 
-    A dict holds keyword arguments, a tuple holds positional arguments, and any other value is a single argument. Raises
-    InputError if the sample has no tensor with elements, or is a dict with keys that are not strings.
+    A dict or a UserDict holds keyword arguments, a tuple holds positional arguments, and any other value is a single
+    argument. Raises InputError if the sample has no tensor with elements, or is a dict with keys that are not strings.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(opened(sample)) if isinstance(leaf, Tensor)]
+    sample = dict(sample) if isinstance(sample, UserDict) else sample
+    leaves = pytree.tree_leaves(opened(sample))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors += [tensor for leaf in leaves for tensor in object_tensors(leaf)]
     if not any(tensor.numel() for tensor in tensors):
         raise InputError(
             f"a sample must be one example micro-batch, with at least one tensor of at least one row; got "
             f"{'empty tensors' if tensors else shown(sample)}; pass a tensor, a tuple of arguments or a dict of "
-            f"keyword arguments"
+            f"keyword arguments; convert a numpy array with torch.from_numpy"
         )
     if isinstance(sample, dict) and not all(isinstance(name, str) for name in sample):
         raise InputError(

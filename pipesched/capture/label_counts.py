@@ -20,8 +20,9 @@ from pipesched.model.containers import Shells, find_layers
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.tensors.meta_tensors import call_beside, lacks_contents, stand_in
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.row_count import rows_of_batch
 from pipesched.tensors.row_split import RowSplit
-from pipesched.tensors.rows import Argument, Dim, rows_of_batch
+from pipesched.tensors.rows import Argument, Dim
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 

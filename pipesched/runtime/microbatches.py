@@ -18,10 +18,11 @@ from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
 from pipesched.simulation.size_fit import Size
 from pipesched.tensors.payload import opened, pytree, trainable_leaves
+from pipesched.tensors.row_count import row_counts, rows_of_batch
 from pipesched.tensors.row_evidence import Evidence
 from pipesched.tensors.row_join import OutputRows
 from pipesched.tensors.row_split import RowSplit
-from pipesched.tensors.rows import ROWS_PAGE, Argument, Dim, name_of, row_counts, rows_of_batch
+from pipesched.tensors.rows import ROWS_PAGE, Argument, Dim, name_of
 from pipesched.tensors.sample_layout import check_layout
 from pipesched.units import counted
 
@@ -262,7 +263,7 @@ class Splitter:
         if not isinstance(self.split_dims, int):
             self._check_names(len(args), kwargs)
         given = self._arguments(args, kwargs, target)
-        rows = rows_of_batch(given)
+        rows = rows_of_batch(given, self.evidence.sample)
         due = self.num_microbatches * num_replicas
         count = min(due, rows // num_replicas * num_replicas)
         if self.fixed and count < due:
@@ -279,7 +280,7 @@ class Splitter:
         sizes = near_equal_parts(rows, count)
         if not self.evidence.layout_known:
             check_layout(given, self.evidence, rows, sizes)
-        split = RowSplit(self.evidence, rows, sizes)
+        split = RowSplit(self.evidence, rows, sizes, given=given)
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split.parts(argument) for argument in given]
         ordered, named = columns[: len(args)], dict(zip(kwargs, columns[len(args) :], strict=False))
@@ -377,11 +378,12 @@ class Splitter:
         sample: dict[Any, Any] = {**dict(enumerate(args)), **dict(zip(names, args, strict=False)), **kwargs}
         sample |= {place: kwargs[name] for place, name in enumerate(names) if name in kwargs}
         named = replace(self, names=tuple(names))
+        given = named._arguments(args, kwargs, None)
         try:
-            rows = rows_of_batch(named._arguments(args, kwargs, None))
+            return replace(named, evidence=Evidence(sample, rows_of_batch(given)))
         except InputError:  # for example, a graph or packed patches, which only microbatches= can split
-            rows = None
-        return replace(named, evidence=Evidence(sample, rows))
+            rows = next(iter(row_counts(given).values()), None)
+            return replace(named, evidence=Evidence(sample, rows, unequal=True))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> list[Argument]:
         """Return the arguments of a call; a target that is not None comes last."""

@@ -21,12 +21,14 @@ class Evidence:
 
     Args:
         sample: the sample's arguments, keyed by position and by name.
-        rows: the sample's number of rows; None if it has none.
+        rows: the number of rows of the sample's first tensor; None if it has none.
+        unequal: whether the sample's tensors have different numbers of rows.
 
     """
 
     sample: Mapping[Any, Any] = field(default_factory=dict)
     rows: int | None = None
+    unequal: bool = False
     #: Places at which a batch has shown whether a list has rows.
     decided: dict[Place, bool] = field(default_factory=dict)
     #: For places that the sample lacks, such as those in a target: (length, number of rows) in the first batch.

@@ -13,7 +13,8 @@ from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.tensors.payload import has_a_row_each, is_record, pytree
 from pipesched.tensors.row_evidence import Evidence, fit_rows, not_a_row_each
-from pipesched.tensors.rows import Argument, Dim, Place, dense_rows, name_of, remedy_for, size_along, unequal_rows
+from pipesched.tensors.row_remedy import unequal_rows
+from pipesched.tensors.rows import Argument, Dim, Place, dense_rows, name_of, remedy_for, size_along
 from pipesched.tensors.structures import PLAIN, structure_of
 
 __all__ = ["RowSplit"]
@@ -29,6 +30,7 @@ class RowSplit:
         sizes: the number of rows of each part.
         chosen: for each part, the rows to choose. Default: None (the parts are consecutive rows, and tensors are split
             into views).
+        given: all arguments of the batch, for error messages.
 
     """
 
@@ -36,6 +38,7 @@ class RowSplit:
     rows: int
     sizes: Sequence[int]
     chosen: Sequence[Sequence[int]] | None = None
+    given: Sequence[Argument] = ()
     #: Whether parts with the same number of rows can contain tensors of different shapes.
     uneven: bool = False
 
@@ -51,7 +54,8 @@ class RowSplit:
 
     def parts(self, argument: Argument) -> list[Any]:
         """Return the parts of an argument. A value without rows is in every part."""
-        if isinstance(argument.value, Tensor) and self.chosen is None and argument.value.dim():
+        direct = self.chosen is None and not self.evidence.unequal
+        if direct and isinstance(argument.value, Tensor) and argument.value.dim():
             if argument.dim.given is not None:  # rows_of_batch has checked the number of rows
                 return list(torch.tensor_split(argument.value, len(self.sizes), argument.dim.number))
             return [argument.value] * len(self.sizes)
@@ -63,7 +67,7 @@ class RowSplit:
         if dim.given is None or value is None or id(value) in above:
             return None
         if isinstance(value, Tensor):
-            return self._cut_tensor(place, value, dim) if value.dim() else None
+            return self._cut_tensor(place, value, dim, example) if value.dim() else None
         if isinstance(value, np.ndarray):
             return self._cut_array(place, value, dim, example) if value.ndim else None
         if self._is_by_row(place, value, dim, example):
@@ -90,10 +94,11 @@ class RowSplit:
             for part in range(len(self.sizes))
         ]
 
-    def _cut_tensor(self, place: Place, tensor: Tensor, dim: Dim) -> list[Tensor]:
+    def _cut_tensor(self, place: Place, tensor: Tensor, dim: Dim, example: Any) -> list[Tensor]:
         has = dense_rows(tensor, dim.number, place)
         if has != self.rows:
             raise unequal_rows("the batch", self.rows, name_of(place), has)
+        self._check_sample(place, example, dim)
         if self.chosen is None:
             return list(torch.tensor_split(tensor, len(self.sizes), dim.number))
         made = []
@@ -102,6 +107,13 @@ class RowSplit:
             picked = tensor.detach().index_select(dim.number, index)
             made.append(picked.requires_grad_(tensor.requires_grad))
         return made
+
+    def _check_sample(self, place: Place, example: Any, dim: Dim) -> None:
+        """Raise InputError if the sample's tensor in this place has another number of rows than the sample."""
+        known, has = self.evidence.rows, size_along(example, dim)
+        if known is not None and has is not None and has != known and not self._is_whole:
+            what = f"in the sample, {name_of(place)}"
+            raise unequal_rows("the sample", known, what, has, self.given, self.evidence.sample)
 
     def _cut_array(self, place: Place, array: Any, dim: Dim, example: Any) -> list[Any] | None:
         length = size_along(array, dim)

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from pipesched.errors import InputError
 from pipesched.tensors.payload import has_a_row_each
-from pipesched.tensors.structures import PLAIN, structure_of
-from pipesched.units import counted
+from pipesched.tensors.structures import structure_of
 
 __all__ = [
     "ROWS_PAGE",
@@ -32,12 +31,11 @@ __all__ = [
     "Dim",
     "Place",
     "dense_rows",
+    "leaves_with_rows",
     "name_of",
+    "parts_inside",
     "remedy_for",
-    "row_counts",
-    "rows_of_batch",
     "size_along",
-    "unequal_rows",
 ]
 
 #: The page that explains the rule, for error messages.
@@ -119,60 +117,7 @@ def dense_rows(tensor: Tensor, dim: int, place: Place) -> int:
     )
 
 
-def rows_of_batch(given: Sequence[Argument]) -> int:
-    """Return a batch's number of rows: that of its first tensor, else of its first array or list.
-
-    Raises:
-        InputError: the batch has no rows, or its arguments have different numbers of rows.
-
-    """
-    first: Place | None = None
-    rows = 0
-    for argument in given:
-        key, value, own = argument
-        is_one = isinstance(value, Tensor) and value.dim() and own.given is not None
-        leaves = [((key,), value, own.number)] if is_one else _leaves_with_rows((key,), value, own)
-        for place, leaf, dim in leaves:
-            has = dense_rows(leaf, dim, place) if isinstance(leaf, Tensor) else len(leaf)
-            if first is None:
-                first, rows = place, has
-            elif has != rows:
-                raise unequal_rows(name_of(first), rows, name_of(place), has)
-    if first is None:
-        found = (one for argument in given for one in _perhaps((argument.key,), argument.value, argument.dim, ()))
-        first, rows = next(found, (None, 0))
-    if first is None:
-        raise InputError(
-            "a batch must contain a tensor that can be split by rows; this batch contains no such tensor; pass a tensor"
-        )
-    if rows == 0:
-        raise InputError(f"a batch must have at least one row; {name_of(first)} has no rows; skip the empty batch")
-    return rows
-
-
-def row_counts(given: Sequence[Argument]) -> dict[Place, int]:
-    """Return the number of rows of each tensor and each list of dicts of a micro-batch, by place.
-
-    Tensors that cannot be split by rows are left out.
-    """
-    return {
-        place: leaf.shape[dim] if isinstance(leaf, Tensor) else len(leaf)
-        for argument in given
-        for place, leaf, dim in _leaves_with_rows((argument.key,), argument.value, argument.dim)
-        if not isinstance(leaf, Tensor) or (leaf.layout == torch.strided and -leaf.dim() <= dim < leaf.dim())
-    }
-
-
-def unequal_rows(first: str, rows: int, what: str, other: int) -> InputError:
-    """Return the error for two values of a batch with different numbers of rows."""
-    return InputError(
-        f"all tensors of a batch must have the same number of rows; {first} has {counted(rows, 'row')}, {what} has "
-        f"{other}; make the numbers equal, or set split_dims=None for an argument that is not split; if rows are "
-        f"packed, split the batch yourself and pass microbatches= ({ROWS_PAGE})"
-    )
-
-
-def _leaves_with_rows(
+def leaves_with_rows(
     place: Place, value: Any, dim: Dim, above: tuple[int, ...] = ()
 ) -> Iterator[tuple[Place, Any, int]]:
     """Yield (place, value, dim) for each tensor outside lists, each list of dicts, and each list in split_dims."""
@@ -184,32 +129,16 @@ def _leaves_with_rows(
     elif has_a_row_each(value) or (dim.explicit and dim.given == 0 and _is_list(value)):
         yield place, value, 0
     elif type(value) is tuple or not _is_list(value) or isinstance(dim.given, Sequence | Mapping):
-        for inner, one, own in _inside(place, value, dim):
-            yield from _leaves_with_rows(inner, one, own, (*above, id(value)))
+        for inner, one, own in parts_inside(place, value, dim):
+            yield from leaves_with_rows(inner, one, own, (*above, id(value)))
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | np.ndarray) or type(value) is tuple
 
 
-def _perhaps(place: Place, value: Any, dim: Dim, above: tuple[int, ...]) -> Iterator[tuple[Place, int]]:
-    """Yield the numbers of rows of lists and arrays, for a batch without other rows."""
-    if dim.given is None or id(value) in above:
-        return
-    if isinstance(value, np.ndarray):
-        yield from [(place, size) for size in [size_along(value, dim)] if size is not None]
-    elif isinstance(value, list) and value:
-        sizes = {size_along(one, dim) for one in value}
-        columns = isinstance(value[0], Tensor) and len(sizes) == 1 and None not in sizes
-        yield place, (sizes.pop() or 0) if columns else len(value)
-    elif type(value) is tuple and value and all(isinstance(one, PLAIN) for one in value):
-        yield place, len(value)
-    else:
-        for inner, one, own in _inside(place, value, dim):
-            yield from _perhaps(inner, one, own, (*above, id(value)))
-
-
-def _inside(place: Place, value: Any, dim: Dim) -> Iterator[tuple[Place, Any, Dim]]:
+def parts_inside(place: Place, value: Any, dim: Dim) -> Iterator[tuple[Place, Any, Dim]]:
+    """Yield (place, value, dim) for each entry, field or attribute of a structure."""
     parts = structure_of(value)
     if parts is not None:
         for key, one in zip(parts.keys, parts.values, strict=True):

@@ -7,6 +7,7 @@ are accepted, because a sample shows no length.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +43,18 @@ def check_layout(given: Sequence[Argument], evidence: Evidence, rows: int, sizes
         return  # the batch shows nothing new
     evidence.layout_known = True
     dims = set.intersection(*(_other_dims(tensor, example, len(sizes)) for _, tensor, example in pairs))
-    if len(dims) != 1 or any(one.value.dim() == 1 for one in given if isinstance(one.value, Tensor)):
+    if len(dims) != 1:
         return
     evidence.layout_known = False
     dim = dims.pop()
     argument, tensor, example = pairs[0]
+    in_dim = [one.key for one in given if _has_dim(one.value, dim, tensor.shape[dim])]
+    found = dim if len(in_dim) == len(given) else dict.fromkeys(in_dim, dim)
     raise InputError(
         f"a batch is split along dim 0, unless split_dims names another dim; {argument.name} has shape "
         f"{list(tensor.shape)} and would be split into micro-batches of {max(sizes)} rows along dim 0, but the sample "
-        f"has shape {list(example.shape)}, so its rows are in dim {dim}; pass numerics=Numerics(split_dims={dim}), or "
-        f"split_dims={{{argument.key!r}: 0}} if the rows are in dim 0 ({ROWS_PAGE})"
+        f"has shape {list(example.shape)}, so its rows are in dim {dim}; pass numerics=Numerics(split_dims={found}), "
+        f"or split_dims={{{argument.key!r}: 0}} if the rows are in dim 0 ({ROWS_PAGE})"
     )
 
 
@@ -63,6 +66,12 @@ def _pairs(given: Sequence[Argument], evidence: Evidence) -> Iterator[tuple[Argu
         for leaf, example in zip(leaves, examples, strict=False) if spec == form else ():
             if isinstance(leaf, Tensor) and isinstance(example, Tensor) and leaf.dim():
                 yield argument, leaf, example
+
+
+def _has_dim(value: Any, dim: int, size: int) -> bool:
+    """Return whether a value contains tensors, and all of them have this size along a dim."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]
+    return bool(tensors) and all(leaf.dim() > dim and leaf.shape[dim] == size for leaf in tensors)
 
 
 def _other_dims(tensor: Tensor, example: Tensor, num_parts: int) -> set[int]:

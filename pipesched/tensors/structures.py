@@ -5,13 +5,15 @@ objects of other classes, whose parts are their attributes.
 """
 
 import datetime
+import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -23,17 +25,17 @@ from pipesched.tensors.payload import fields_of, is_record, pytree, record_of
 
 __all__ = ["NUMBERS", "PLAIN", "Structure", "is_opaque", "object_tensors", "structure_of"]
 
-#: Types of immutable values without parts, such as sizes, which may depend on the batch.
-NUMBERS = (
+#: Types of values without parts. (Tensors and arrays have no parts either.)
+PLAIN = (
     bool,
     int,
     float,
     complex,
     str,
     bytes,
-    range,
     Enum,
     type,
+    nn.Module,
     torch.Size,
     torch.dtype,
     torch.device,
@@ -49,8 +51,8 @@ NUMBERS = (
     datetime.time,
     datetime.timedelta,
 )
-#: Types of values without parts. (Tensors and arrays have no parts either.)
-PLAIN = (*NUMBERS, nn.Module)
+#: Types of immutable values, such as sizes, which may depend on the batch.
+NUMBERS = (*(kind for kind in PLAIN if kind is not nn.Module), range)
 
 
 class Structure(NamedTuple):
@@ -100,7 +102,7 @@ def _object_structure(value: Any) -> Structure | None:
     """Take an object apart into its attributes and, if it is a dict, its entries."""
     kind = type(value)
     base = _base_of(kind)
-    if callable(value) or base not in (object, SimpleNamespace, dict):
+    if base not in (object, SimpleNamespace, dict):
         return None
     entries = dict(value) if base is dict else {}
     attributes = _attributes_of(value)
@@ -142,12 +144,20 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 def object_tensors(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Iterate over the tensors in an object whose class pipesched does not know; over none for any other value."""
     parts = None if id(value) in above else structure_of(value)
-    if parts is not None and (parts.is_object or above):
-        for one in parts.values:
-            if isinstance(one, Tensor):
-                yield one
-            else:
-                yield from object_tensors(one, (*above, id(value)))
+    held = parts.values if parts is not None and (parts.is_object or above) else _held(value) if parts is None else ()
+    for one in () if id(value) in above else held:
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            yield from object_tensors(one, (*above, id(value)))
+
+
+def _held(value: Any) -> Sequence[Any]:
+    """Return what a function or a container holds that cannot be taken apart."""
+    if isinstance(value, FunctionType):
+        with suppress(ValueError):  # a variable that is not set yet
+            return list(inspect.getclosurevars(value).nonlocals.values())
+    return list(value) if isinstance(value, (set, frozenset, deque)) else ()
 
 
 def is_opaque(value: Any) -> bool:

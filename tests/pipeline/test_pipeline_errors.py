@@ -367,7 +367,7 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
     ("args", "kwargs", "match"),
     [
         ((ONES,), {"target": ONES[:3]}, r"same number of rows; argument 0 has 4 rows, the target has 3; make the num"),
-        ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4 rows, argument 1 has 2; .* split_dims=None"),
+        ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4 rows, argument 1 has 2; .*split_dims=.1: None"),
         ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4 rows, mask= has 2"),
         (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0\[0\] has 4 rows, argument 0\[1\] has 2"),
         ((ONES,), {}, r"needs a target; none was passed; pass target=, or call forward"),

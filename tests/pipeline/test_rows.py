@@ -38,6 +38,20 @@ class Holder:
         self.lengths = lengths
 
 
+class Slotted:
+    """An object without a ``__dict__``, as small records often are."""
+
+    __slots__ = ("__private", "lengths", "unset")
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+        self.__private = "record"
+
+
+class SlottedChild(Slotted):
+    """An object with slots of a base class, and other attributes."""
+
+
 class Encoding(UserDict):
     """A dict-like object that torch's pytrees do not know."""
 
@@ -47,7 +61,7 @@ Named = namedtuple("Named", ["lengths"])
 
 def read(given: Any) -> list[Any]:
     """Return the numbers in any of the containers."""
-    if isinstance(given, Record | Holder | Named):
+    if isinstance(given, Record | Holder | Slotted | Named):
         given = given.lengths
     elif isinstance(given, dict | UserDict):
         given = given["lengths"]
@@ -105,6 +119,8 @@ FORMS: dict[str, Callable[[list[float]], Any]] = {
     "dataclass": lambda numbers: Record(list(numbers)),
     "dataclass of a tensor": lambda numbers: Record(torch.tensor(numbers)),
     "object": lambda numbers: Holder(torch.tensor(numbers)),
+    "slots": lambda numbers: Slotted(torch.tensor(numbers)),
+    "slots of a base class": lambda numbers: SlottedChild(list(numbers)),
     "object of a list": lambda numbers: Holder(list(numbers)),
     "dict-like object": lambda numbers: Encoding(lengths=torch.tensor(numbers)),
 }
@@ -575,12 +591,32 @@ def test_a_loss_of_an_object_trains() -> None:
         assert not any(one.mean.requires_grad for one in outputs)
 
 
-def test_an_object_inside_an_output_that_lacks_tensors_of_other_stages_says_so_when_it_is_used() -> None:
-    model = Gated(lambda logits, gate: {"logits": logits, "cache": Out(logits, gate)})
+class CallableOut(Out):
+    def __call__(self) -> Tensor:
+        return self.gate
+
+
+@pytest.mark.parametrize("kind", [Out, CallableOut])
+def test_an_object_inside_an_output_has_the_tensors_of_all_stages(kind: Callable[[Tensor, Tensor], Any]) -> None:
+    model = Gated(lambda logits, gate: {"logits": logits, "cache": kind(logits, gate)})
     with Pipeline(model, X[:3], boundaries=["a"], **HERE) as pipe, torch.no_grad():
         output = pipe(X)
     torch.testing.assert_close(output["logits"], model(X)["logits"])
-    with pytest.raises(InputError, match=r"the output\['cache'\] is an object of class Out, with tensors of other"):
+    torch.testing.assert_close(torch.cat([one.gate for one in output["cache"]]), model(X)["cache"].gate)
+
+
+class Queue(deque[Tensor]):
+    pass
+
+
+@pytest.mark.parametrize("hide", [lambda gate: Queue([gate]), lambda gate: {gate}, lambda gate: lambda: gate])
+def test_what_cannot_be_taken_apart_says_so_when_tensors_of_other_stages_are_used(
+    hide: Callable[[Tensor], Any],
+) -> None:
+    model = Gated(lambda logits, gate: {"logits": logits, "cache": hide(gate)})
+    with Pipeline(model, X[:3], boundaries=["a"], **HERE) as pipe, torch.no_grad():
+        output = pipe(X)
+    with pytest.raises(InputError, match=r"the output\['cache'\] is an object of class .*, with tensors of other"):
         _ = output["cache"][0].gate
 
 

@@ -32,6 +32,7 @@ FILES = {
         "graph_edges",
         "keyed_random",
         "payload",
+        "row_count",
         "row_split",
         "rows",
         "sample_layout",
