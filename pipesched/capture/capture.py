@@ -16,6 +16,7 @@ from torch import Tensor
 from pipesched.model.attributes import Attributes
 from pipesched.model.class_state import ClassAttribute
 from pipesched.model.tied_weights import Place
+from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.tree_structure import Pattern
 
 __all__ = ["INPUT", "Call", "Capture", "FunctionCall", "Value"]
@@ -126,6 +127,8 @@ class Capture:
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: Call index -> the function and its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
+    #: Call index -> the modes in which the code makes this call, if they differ from those around the model.
+    modes: dict[int, CodeModes] = field(default_factory=dict)
     #: The tensors of all calls for the sample, and what calls that read values returned, for rehearsals.
     values: dict[Value, Any] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.

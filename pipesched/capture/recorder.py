@@ -21,6 +21,7 @@ from pipesched.model.state_guard import same_bits, unchanged
 from pipesched.model.tensor_places import TensorPlaces, makes_weights
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.backward_regions import Region, RegionFinder
+from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
@@ -86,6 +87,7 @@ class _Recorder(TorchFunctionMode):
         self._inside = False
         self._running = ""  # the layer that is running
         self._drawn = outside_state()
+        self._around = CodeModes.here()
         #: id of a tensor that a function inside a layer created -> the tensor, and the number of calls recorded before
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
@@ -384,6 +386,11 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._inside = False
 
+    def _note_modes(self, call: Call) -> None:
+        """Record the modes in which the code makes a call, such as autocast, unless the run is a scout."""
+        if self._scout is None and (modes := CodeModes.here()) != self._around:
+            self._capture.modes[call.index] = modes.within(self._around)
+
     def _new(
         self,
         layer: str,
@@ -437,6 +444,7 @@ class _Recorder(TorchFunctionMode):
         for name in uses:
             self._first_use.setdefault(name, call.index)
         self._capture.calls.append(call)
+        self._note_modes(call)
         if (region := self._finder.outermost()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
