@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipesched.model.attributes import Attributes
 from pipesched.model.class_state import ClassAttribute
+from pipesched.model.collected_outputs import Collected
 from pipesched.model.tied_weights import Place
 from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.tree_structure import Pattern
@@ -69,6 +70,10 @@ class Call:
     transform: bool = False
     #: Position of a tensor argument that a transform returned -> the argument's Value. See ``Transforms``.
     adopts: dict[int, Value] = field(default_factory=dict)
+    #: What a layer hands to the code through the transformers library; see ``pipesched.model.collected_outputs``.
+    collected: tuple[Collected, ...] = ()
+    #: The number of values in ``collected`` that the call neither takes nor returns. They follow the results.
+    num_collected: int = 0
     #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 

@@ -16,6 +16,7 @@ from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
 from pipesched.capture.scouting import Scout
 from pipesched.capture.transforms import Transforms
 from pipesched.errors import GraphError
+from pipesched.model.collected_outputs import Collecting, described
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
 from pipesched.model.tensor_places import TensorPlaces, makes_weights
@@ -330,13 +331,20 @@ class _Recorder(TorchFunctionMode):
             if self._scout is None or not self._scout.is_plain(name):
                 self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
             call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
-            result = call_it(layer, args, kwargs, lambda: unchanged(example))
+            collecting = Collecting(layer)
+
+            def again() -> Any:
+                collecting.forget()
+                return unchanged(example)
+
+            result = call_it(layer, args, kwargs, again)
             self._arguments = None
             replaced = self._places.after(name, layer)
             rewritten = (one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
             counted = any(rewritten) or (called and bool(replaced))
             by_the_way = sorted(self._by_the_way, key=str)
-            result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
+            entries = collecting.entries()
+            result, call = self._new(name, "", taken, changed_in_place(taken, versions), result, entries=entries)
         except Exception as error:
             error.add_note(f"while layer {name!r} was running with the given sample")
             raise
@@ -400,6 +408,7 @@ class _Recorder(TorchFunctionMode):
         result: Any,
         *,
         transform: bool = False,
+        entries: Sequence[tuple[str, Any]] = (),
     ) -> tuple[Any, Call]:
         """Record a call. Return the result and the Call.
 
@@ -452,6 +461,9 @@ class _Recorder(TorchFunctionMode):
         given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in tensors_in(result)]
         if any(id(tensor) in through for tensor in tensors_in(result)):
             result = call.pattern.build(iter(given))
+        call.collected, more = described(entries, taken, given)
+        call.num_collected = len(more)
+        given += more
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
         changes = {}
         for position in changed:

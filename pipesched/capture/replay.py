@@ -19,8 +19,8 @@ from pipesched.capture.capture import INPUT, Call, Capture, Value
 from pipesched.capture.stage_body import CallLayer
 from pipesched.capture.stage_parts import Part
 from pipesched.errors import GraphError
+from pipesched.model.collected_outputs import Collecting, collect, more_given
 from pipesched.model.containers import Shells
-from pipesched.model.module_tree import recorders_of
 from pipesched.model.tied_weights import Place, with_stand_ins
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.function_transforms import running_transform, tensors_of, title
@@ -367,14 +367,13 @@ class Run(TorchFunctionMode):
         if call is None or call.layer != name:
             raise self.lost(f"calls layer {name}")
         if call.index not in self._runs:
-            result = self._left_out(call, args, kwargs)
-            for record in recorders_of(layer):
-                record(layer, args, result)
-            return result
+            return self._left_out(call, args, kwargs)
         args, kwargs = self._own((args, kwargs), call)
         if self.stand_ins:
             self.check_real((*args, *kwargs.values()), f"{call} takes")
-        return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
+        collecting = Collecting(layer) if call.collected else None
+        result = self._call(name, call.number, self._replay.called[name], args, kwargs)
+        return self._ran(call, result, args, kwargs, collecting)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
@@ -393,7 +392,7 @@ class Run(TorchFunctionMode):
             given |= {lent: given[own] for lent, own in self.lent.items() if given.get(own, lent) is not lent}
         return given
 
-    def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
+    def _ran(self, call: Call, result: Any, args: Any, kwargs: Any, collecting: Collecting | None = None) -> Any:
         self._position += 1
         if call.reads:
             self.made[call.index, 0] = result
@@ -406,6 +405,12 @@ class Run(TorchFunctionMode):
                 raise self._error
             if pattern.numbers != call.pattern.numbers:
                 self.looks[call.index, _NUMBERS] = pattern.numbers
+        if collecting is not None:
+            more = more_given(call.collected, collecting.entries(), len(given))
+            if more is None:
+                self._error = replay_errors.other_form(self._replay, call)
+                raise self._error
+            given += [more[place] for place in sorted(more)]
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -427,6 +432,8 @@ class Run(TorchFunctionMode):
         if call.reads:
             return self.given[call.index, 0]
         places = [self._place((call.index, place)) for place in range(call.gives)]
+        if call.collected:
+            collect(call.collected, list(tensors_in((args, kwargs))), places)
         if call.changes:  # a tensor changed in place stays the same object
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():
