@@ -330,20 +330,12 @@ class _Recorder(TorchFunctionMode):
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             if self._scout is None or not self._scout.is_plain(name):
                 self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
-            call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
-            collecting = Collecting(layer)
-
-            def again() -> Any:
-                collecting.forget()
-                return unchanged(example)
-
-            result = call_it(layer, args, kwargs, again)
+            result, entries = self._called(name, layer, args, kwargs, example)
             self._arguments = None
             replaced = self._places.after(name, layer)
             rewritten = (one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
             counted = any(rewritten) or (called and bool(replaced))
             by_the_way = sorted(self._by_the_way, key=str)
-            entries = collecting.entries()
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result, entries=entries)
         except Exception as error:
             error.add_note(f"while layer {name!r} was running with the given sample")
@@ -366,6 +358,20 @@ class _Recorder(TorchFunctionMode):
         if told:
             self._capture.told[call.index] = told
         return result
+
+    def _called(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example: Any
+    ) -> tuple[Any, list[tuple[str, Any]]]:
+        """Call a layer. Return its result, and the entries that it appends to the lists of the transformers library."""
+        collecting = Collecting(layer)
+
+        def again() -> Any:
+            collecting.forget()
+            return unchanged(example)
+
+        call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
+        result = call_it(layer, args, kwargs, again)
+        return result, collecting.entries()
 
     def _forget_layer(self) -> None:
         self._by_the_way.clear()

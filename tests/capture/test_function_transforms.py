@@ -292,7 +292,7 @@ def test_dual_numbers_through_layers_are_an_error() -> None:
         Pipeline(made(Dual), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 
-def gradient(self: Any, x: Tensor) -> Tensor:
+def inner_gradient(self: Any, x: Tensor) -> Tensor:
     return x - 0.1 * torch.func.grad(lambda z: (z @ self.weight).tanh().pow(2).sum())(x)
 
 
@@ -319,7 +319,7 @@ def each_part(self: Any, x: Tensor) -> Tensor:
 
 
 def inside_and_outside(self: Any, x: Tensor) -> Tensor:
-    return gradient(self, x @ self.weight)
+    return inner_gradient(self, x @ self.weight)
 
 
 def inner_gradient_step(self: Any, x: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ class Differentiating(nn.Module):
 
 
 TRANSFORMS_IN_A_LAYER = [
-    gradient,
+    inner_gradient,
     gradient_of_linear,
     gradient_of_convolution,
     pulled_back,
@@ -378,6 +378,6 @@ def test_a_weight_in_forward_mode_inside_a_layer() -> None:
 
 def test_a_weight_that_later_micro_batches_use_in_a_transform() -> None:
     def as_the_batch_says(self: Any, x: Tensor) -> Tensor:
-        return gradient(self, x) if x[0, 0] > 0 else (x @ self.weight).tanh()
+        return inner_gradient(self, x) if x[0, 0] > 0 else (x @ self.weight).tanh()
 
     check(lambda: nn.Sequential(*(Differentiating(as_the_batch_says) for _ in range(3))), FLOATS, boundaries=("1", "2"))
