@@ -226,7 +226,12 @@ class Capture:
         """Return the values that need gradients if these parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
-            if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
+            modes = self.modes.get(call.index)
+            if (
+                not call.reads
+                and (modes is None or modes.grad)
+                and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses))
+            ):
                 values.update((call.index, place) for place in range(call.gives))
                 values.update(call.writes)
         return values

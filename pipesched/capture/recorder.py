@@ -38,6 +38,7 @@ from pipesched.tensors.torch_functions import (
     is_shaped_by_contents,
     memory_at,
     name_of,
+    version_of,
 )
 from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, tensors_in
 from pipesched.units import counted
@@ -204,7 +205,7 @@ class _Recorder(TorchFunctionMode):
         if func in DIFFERENTIATES or name == MAKE_DUAL:
             self._differentiate(func)
         taken = list(tensors_in((args, kwargs)))
-        versions = [tensor._version for tensor in taken]
+        versions = [version_of(tensor) for tensor in taken]
         name = name_of(func)
         if self._scout is None:
             result = func(*args, **kwargs)
@@ -317,11 +318,11 @@ class _Recorder(TorchFunctionMode):
         self._inside = True
         try:
             taken = list(tensors_in((args, kwargs)))
-            versions = [tensor._version for tensor in taken]
+            versions = [version_of(tensor) for tensor in taken]
             held = [(key, one) for key, one in own.items() if not isinstance(one, nn.Parameter)]
             before = [(key, one, one._version) for key, one in held if not one.is_inference()]
             called = name in self._counts
-            buffers = [(one, one._version, one.clone()) for _, one in held if called]
+            buffers = [(one, version_of(one), one.clone()) for _, one in held if called]
             leaves = pytree.tree_leaves((args, kwargs))
             values = tuple(self._value.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
@@ -333,7 +334,7 @@ class _Recorder(TorchFunctionMode):
             result, entries = self._called(name, layer, args, kwargs, example)
             self._arguments = None
             replaced = self._places.after(name, layer)
-            rewritten = (one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
+            rewritten = (version_of(one) != version or not same_bits(one, copy) for one, version, copy in buffers)
             counted = any(rewritten) or (called and bool(replaced))
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result, entries=entries)

@@ -18,7 +18,7 @@ from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.function_transforms import RETURNS_A_FUNCTION, arguments_of, call_of, tensors_of, title
 from pipesched.tensors.keyed_random import draws
 from pipesched.tensors.meta_tensors import apart
-from pipesched.tensors.torch_functions import READS, changed_in_place, name_of
+from pipesched.tensors.torch_functions import READS, changed_in_place, name_of, version_of
 from pipesched.tensors.torch_insides import DispatchMode
 from pipesched.tensors.tree_structure import tensors_in
 
@@ -66,7 +66,7 @@ class Transforms:
         if name in READS:
             raise _refused(call.function, f"reads the values of a tensor with {name}")
         own = [tensor for tensor in taken if id(tensor) in self._value or id(tensor) in self._names] + self._given
-        versions = [tensor._version for tensor in own]
+        versions = [version_of(tensor) for tensor in own]
         with self._allocated:
             result = func(*args, **kwargs)
         self._note(call, self._allocated.storages)

@@ -142,6 +142,9 @@ def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
     """Return the arguments of a call. Arguments that depend on trained parameters require gradients."""
     leaves, spec = pytree.tree_flatten(between.arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place in places:
+        if leaves[place].is_inference():
+            leaves[place] = leaves[place].clone()  # a tensor that autograd can use
     for place, value in zip(places, between.values, strict=False):
         if value in trained and leaves[place].is_floating_point():
             leaves[place] = leaves[place].detach().requires_grad_()

@@ -75,9 +75,9 @@ class CodeModes:
         return cls(torch.is_grad_enabled(), {kind: torch.get_autocast_dtype(kind) if on[kind] else None for kind in on})
 
     def within(self, around: "CodeModes") -> "CodeModes":
-        """Return these modes with only those autocast settings that differ from the settings around the code."""
+        """Return only what differs from the modes around the code: disabled gradients, and autocast settings."""
         own = {kind: dtype for kind, dtype in self.autocasts.items() if dtype is not around.autocasts.get(kind)}
-        return CodeModes(self.grad, own)
+        return CodeModes(self.grad or not around.grad, own)
 
     @contextmanager
     def held(self, device: torch.device) -> Iterator[None]:

@@ -141,3 +141,31 @@ def test_a_schedule_is_searched_for_layers_under_autocast() -> None:
     options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "schedule": "auto"}
     with Pipeline(Decorated(), FLOATS[:2], devices=["cpu"] * 2, **options) as pipe:
         assert pipe.step(FLOATS, target=torch.zeros(8, 8)).isfinite()
+
+
+class ScaleInInferenceMode(Lines):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.through(x, 0, 2)
+        with torch.inference_mode():
+            scale = x.abs().max()
+        return self.through(x * scale.clone(), 2)
+
+
+class InferenceOnInputs(Lines):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            shift = x.mean(0)
+        return self.through(x + shift.clone())
+
+
+class TrunkInInferenceMode(Lines):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            x = self.through(x, 0, 2)
+        return self.through(x.clone(), 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", [ScaleInInferenceMode, InferenceOnInputs, TrunkInInferenceMode])
+def test_inference_mode_between_layers(kind: type[nn.Module], stages: int) -> None:
+    check(kind, FLOATS, stages=stages)

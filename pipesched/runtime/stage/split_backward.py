@@ -234,9 +234,12 @@ class Deferral:
         """Return ``output``. If this forward is observed, record that the operation used ``weights``.
 
         ``channels`` is the dim of ``x`` over which the operation sums. An operation inside a function transform, such
-        as ``torch.func.grad``, is not recorded, because its operands and its output belong to the transform.
+        as ``torch.func.grad``, is not recorded, because its operands and its output belong to the transform;
+        nor is one in inference mode, which has no gradients.
         """
-        if self._weight_uses is not None and self._noting and running_transform() is None:
+        if self._weight_uses is None or not self._noting:
+            return output
+        if running_transform() is None and not torch.is_inference_mode_enabled():
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
 
