@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.capture import Call, Capture, FunctionCall, Value
 from pipesched.capture.captured_model import CapturedModel
-from pipesched.capture.layered_model import LayeredModel, as_model, layered
+from pipesched.capture.layered_model import LayeredModel, LayersInARow, as_model, layered
 from pipesched.model.containers import Twin
 from pipesched.model.state_guard import set_aside
 from pipesched.profiling.layer_profiler import QUICK, Between, Effort, measure_calls, measure_layers
@@ -73,7 +73,12 @@ def measure(
     """Return the measured costs of each layer, keyed by the layer's name."""
     if isinstance(known, CapturedModel):
         return _measure_captured(known, device, intra_op_threads, effort)
-    return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
+    try:
+        return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
+    except TypeError as error:
+        if isinstance(known, LayersInARow):
+            known.check_sample(error)
+        raise
 
 
 def _measure_captured(
