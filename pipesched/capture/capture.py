@@ -15,7 +15,9 @@ from torch import Tensor
 
 from pipesched.model.attributes import Attributes
 from pipesched.model.class_state import ClassAttribute
+from pipesched.model.collected_outputs import Collected
 from pipesched.model.tied_weights import Place
+from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.tree_structure import Pattern
 
 __all__ = ["INPUT", "Call", "Capture", "FunctionCall", "Value"]
@@ -70,6 +72,10 @@ class Call:
     transform: bool = False
     #: Position of a tensor argument that a transform returned -> the argument's Value. See ``Transforms``.
     adopts: dict[int, Value] = field(default_factory=dict)
+    #: What a layer hands to the code through the transformers library; see ``pipesched.model.collected_outputs``.
+    collected: tuple[Collected, ...] = ()
+    #: The number of values in ``collected`` that the call neither takes nor returns. They follow the results.
+    num_collected: int = 0
     #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 
@@ -128,6 +134,8 @@ class Capture:
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: Call index -> the function and its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
+    #: Call index -> the modes in which the code makes this call, if they differ from those around the model.
+    modes: dict[int, CodeModes] = field(default_factory=dict)
     #: The tensors of all calls for the sample, and what calls that read values returned, for rehearsals.
     values: dict[Value, Any] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
@@ -229,7 +237,12 @@ class Capture:
         """Return the values that need gradients if these parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
-            if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
+            modes = self.modes.get(call.index)
+            if (
+                not call.reads
+                and (modes is None or modes.grad)
+                and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses))
+            ):
                 values.update((call.index, place) for place in range(call.gives))
                 values.update(call.writes)
         return values

@@ -10,6 +10,7 @@ from pipesched.model.attributes import Attributes, attribute
 from pipesched.model.class_state import other_values
 from pipesched.model.state_guard import same_bits, unchanged, untouched
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.torch_functions import version_of
 
 __all__ = ["FirstForward", "first_forward", "following_batch"]
 
@@ -91,7 +92,7 @@ def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _alike(one: Any, other: Any) -> bool:

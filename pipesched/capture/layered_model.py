@@ -258,6 +258,16 @@ class LayersInARow:
         if any(is_of_user(type(module)) for module in model.modules()):
             self._check_state()
 
+    def check_sample(self, error: TypeError) -> None:
+        """Raise InputError if a layer has raised this error because the sample does not fit the first layer."""
+        name, first = next(iter(self.layers.items()))
+        _check_takes(first, *self.sample, error)
+        if not is_of_user(type(first)) and f"layer {name!r} was" in "".join(getattr(error, "__notes__", ())):
+            raise InputError(
+                f"a sample must fit the model's first layer; layer {name!r} ({type(first).__name__}) refuses the "
+                f"sample ({error}); pass a tensor, a tuple of arguments or a dict of keywords"
+            ) from error
+
     def _check_state(self) -> None:
         """Raise GraphError if layers share state through their class, make weights, or make buffers that change."""
         places = TensorPlaces(self._model)

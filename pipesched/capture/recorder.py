@@ -1,7 +1,7 @@
 """Recorder: runs a model's forward once on a sample, and records the calls of layers and functions in a Capture."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os.path import commonprefix
@@ -16,11 +16,13 @@ from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
 from pipesched.capture.scouting import Scout
 from pipesched.capture.transforms import Transforms
 from pipesched.errors import GraphError
+from pipesched.model.collected_outputs import Collecting, described
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
 from pipesched.model.tensor_places import TensorPlaces, makes_weights
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.backward_regions import Region, RegionFinder
+from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
@@ -35,9 +37,11 @@ from pipesched.tensors.torch_functions import (
     is_shaped_by_contents,
     memory_at,
     name_of,
+    version_of,
 )
 from pipesched.tensors.tree_structure import (
     Pattern,
+    Taken,
     map_tensors,
     named_leaves,
     objects_in,
@@ -93,6 +97,7 @@ class _Recorder(TorchFunctionMode):
         self._inside = False
         self._running = ""  # the layer that is running
         self._drawn = outside_state()
+        self._around = CodeModes.here()
         #: id of a tensor that a function inside a layer created -> the tensor, and the number of calls recorded before
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
@@ -209,7 +214,7 @@ class _Recorder(TorchFunctionMode):
         if func in DIFFERENTIATES or name == MAKE_DUAL:
             self._differentiate(func)
         taken = list(tensors_in((args, kwargs)))
-        versions = [tensor._version for tensor in taken]
+        versions = [version_of(tensor) for tensor in taken]
         name = name_of(func)
         if self._scout is None:
             result = func(*args, **kwargs)
@@ -241,7 +246,9 @@ class _Recorder(TorchFunctionMode):
     ) -> tuple[Any, Call]:
         """Record a call of a function between layers. Return the result and the Call."""
         values = tuple(self._value.get(id(tensor)) for tensor in taken)
-        result, call = self._new("", name, taken, changed, result, objects=objects_in((args, kwargs)))
+        objects = objects_in((args, kwargs))
+        given = Taken(taken, objects, tensors_in_objects(objects))
+        result, call = self._new("", name, given, changed, result)
         arguments = map_tensors(Tensor.detach, (args, kwargs))
         self._capture.functions[call.index] = FunctionCall(func, arguments, values)
         return result, call
@@ -324,11 +331,11 @@ class _Recorder(TorchFunctionMode):
         try:
             taken = list(tensors_in((args, kwargs)))
             in_objects = tensors_in_objects(objects := objects_in((args, kwargs)))
-            versions = [tensor._version for tensor in taken]
+            versions = [version_of(tensor) for tensor in taken]
             held = [(key, one) for key, one in own.items() if not isinstance(one, nn.Parameter)]
             before = [(key, one, one._version) for key, one in held if not one.is_inference()]
             called = name in self._counts
-            buffers = [(one, one._version, one.clone()) for _, one in held if called]
+            buffers = [(one, version_of(one), one.clone()) for _, one in held if called]
             values = tuple(self._value.get(id(tensor)) for tensor in taken)
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._forget_layer()
@@ -336,16 +343,14 @@ class _Recorder(TorchFunctionMode):
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             if self._scout is None or not self._scout.is_plain(name):
                 self._arguments = {id(one) for one in (*taken, *in_objects, *tensors_in(list(told.values())))}
-            call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
-            result = call_it(layer, args, kwargs, lambda: unchanged(example))
+            result, entries = self._called(name, layer, args, kwargs, example)
             self._arguments = None
             replaced = self._places.after(name, layer)
-            rewritten = (one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
+            rewritten = (version_of(one) != version or not same_bits(one, copy) for one, version, copy in buffers)
             counted = any(rewritten) or (called and bool(replaced))
             by_the_way = sorted(self._by_the_way, key=str)
-            result, call = self._new(
-                name, "", taken, changed_in_place(taken, versions), result, objects=objects, in_objects=in_objects
-            )
+            given = Taken(taken, objects, in_objects)
+            result, call = self._new(name, "", given, changed_in_place(taken, versions), result, entries=entries)
         except Exception as error:
             error.add_note(f"while layer {name!r} was running with the given sample")
             raise
@@ -367,6 +372,20 @@ class _Recorder(TorchFunctionMode):
         if told:
             self._capture.told[call.index] = told
         return result
+
+    def _called(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example: Any
+    ) -> tuple[Any, list[tuple[str, Any]]]:
+        """Call a layer. Return its result, and the entries that it appends to the lists of the transformers library."""
+        collecting = Collecting(layer)
+
+        def again() -> Any:
+            collecting.forget()
+            return unchanged(example)
+
+        call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
+        result = call_it(layer, args, kwargs, again)
+        return result, collecting.entries()
 
     def _forget_layer(self) -> None:
         self._by_the_way.clear()
@@ -395,32 +414,34 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._inside = False
 
+    def _note_modes(self, call: Call) -> None:
+        """Record the modes in which the code makes a call, such as autocast, unless the run is a scout."""
+        if self._scout is None and (modes := CodeModes.here()) != self._around:
+            self._capture.modes[call.index] = modes.within(self._around)
+
     def _new(
         self,
         layer: str,
         function: str,
-        taken: list[Tensor],
+        given: Taken,
         changed: list[int],
         result: Any,
         *,
-        objects: Sequence[Any] = (),
-        in_objects: Sequence[Tensor] | None = None,
         transform: bool = False,
+        entries: Sequence[tuple[str, Any]] = (),
     ) -> tuple[Any, Call]:
         """Record a call. Return the result and the Call.
 
-        The call may use all values in the objects among its arguments. ``in_objects`` holds the tensors that were in
-        these objects before the call (default: those that are in them now).
-
-        If the result contains an argument that the call did not change, a view replaces this tensor in the result. The
-        argument and the result then have different ids.
+        The call may use all values in the objects among its arguments. If the result contains an argument that the call
+        did not change, a view replaces this tensor in the result. The argument and the result then have different ids.
         """
+        taken, objects, in_objects = given
         adopts = self._transforms.adopted(taken)
-        used = [*taken, *(tensors_in_objects(objects) if in_objects is None else in_objects)]
+        used = [*taken, *in_objects]
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in used if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
-        given: list[Tensor] = []
-        pattern = Pattern(result, objects, given)
+        made: list[Tensor] = []
+        pattern = Pattern(result, objects, made)
         number = 0
         if layer or uses or transform:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
@@ -443,26 +464,39 @@ class _Recorder(TorchFunctionMode):
                 self._elsewhere.add(memory_at(tensor))
                 self._alive.append(tensor)
         call.outward = any(memory_at(taken[position]) in self._elsewhere for position in changed)
-        for position in changed:
-            if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
-                if isinstance(taken[position], nn.Parameter):
-                    raise makes_weights(self._where(), f"a weight of shape {tuple(taken[position].shape)}")
-                raise GraphError(
-                    f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
-                    f"{call} changes a tensor of shape {tuple(taken[position].shape)} that is none of these; register "
-                    f"the tensor as a buffer in __init__"
-                )
+        self._check_changed(call, [taken[position] for position in changed])
         self._end_of_hidden(call)
         for name in uses:
             self._first_use.setdefault(name, call.index)
         self._capture.calls.append(call)
+        self._note_modes(call)
         if (region := self._finder.outermost()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in used} - {id(taken[position]) for position in changed}
-        if any(id(tensor) in through for tensor in given):
-            given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in given]
-            result = pattern.build(iter(given), objects=objects)
+        if any(id(tensor) in through for tensor in made):
+            made = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in made]
+            result = pattern.build(iter(made), objects=objects)
+        call.collected, more = described(entries, taken, made)
+        call.num_collected = len(more)
+        self._note_values(call, taken, changed, [*made, *more])
+        return result, call
+
+    def _check_changed(self, call: Call, targets: Iterable[Tensor]) -> None:
+        """Raise GraphError if a call changes a tensor that is no input, buffer or result of another call."""
+        for target in targets:
+            if id(target) in self._value or id(target) in self._names:
+                continue
+            if isinstance(target, nn.Parameter):
+                raise makes_weights(self._where(), f"a weight of shape {tuple(target.shape)}")
+            raise GraphError(
+                f"in-place operations of a forward may only change inputs, buffers and tensors that it created; "
+                f"{call} changes a tensor of shape {tuple(target.shape)} that is none of these; register the tensor "
+                f"as a buffer in __init__"
+            )
+
+    def _note_values(self, call: Call, taken: Sequence[Tensor], changed: Iterable[int], given: list[Tensor]) -> None:
+        """Record the values that a call gives: its results, and the tensors that it changed."""
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
         changes = {}
         for position in changed:
@@ -485,4 +519,3 @@ class _Recorder(TorchFunctionMode):
             self._capture.values[call.index, place] = apart(tensor)
             self._capture.nbytes[call.index, place] = tensor.nbytes
         self._alive += given
-        return result, call

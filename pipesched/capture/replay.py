@@ -19,8 +19,8 @@ from pipesched.capture.capture import INPUT, Call, Capture, Value
 from pipesched.capture.stage_body import CallLayer
 from pipesched.capture.stage_parts import Part
 from pipesched.errors import GraphError
+from pipesched.model.collected_outputs import Collecting, collect, more_given
 from pipesched.model.containers import Shells
-from pipesched.model.module_tree import recorders_of
 from pipesched.model.tied_weights import Place, with_stand_ins
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.function_transforms import running_transform, tensors_of, title
@@ -375,14 +375,13 @@ class Run(TorchFunctionMode):
         if call is None or call.layer != name:
             raise self.lost(f"calls layer {name}")
         if call.index not in self._runs:
-            result = self._left_out(call, args, kwargs)
-            for record in recorders_of(layer):
-                record(layer, args, result)
-            return result
+            return self._left_out(call, args, kwargs)
         args, kwargs = self._own((args, kwargs), call)
         if self.stand_ins:
             self.check_real((*args, *kwargs.values()), f"{call} takes")
-        return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
+        collecting = Collecting(layer) if call.collected else None
+        result = self._call(name, call.number, self._replay.called[name], args, kwargs)
+        return self._ran(call, result, args, kwargs, collecting)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
@@ -404,25 +403,18 @@ class Run(TorchFunctionMode):
             given |= {lent: given[own] for lent, own in self.lent.items() if given.get(own, lent) is not lent}
         return given
 
-    def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
+    def _ran(self, call: Call, result: Any, args: Any, kwargs: Any, collecting: Collecting | None = None) -> Any:
         self._position += 1
         if call.reads:
             self.made[call.index, 0] = result
             return result
-        given: list[Tensor] = []
-        if isinstance(result, Tensor):
-            given.append(result)
-        else:
-            pattern = Pattern(result, objects_in((args, kwargs)), given)
-            if not pattern.is_like(call.pattern):
+        given = [result] if isinstance(result, Tensor) else self._taken_apart(call, result, args, kwargs)
+        if collecting is not None:
+            more = more_given(call.collected, collecting.entries(), len(given))
+            if more is None:
                 self._error = replay_errors.other_form(self._replay, call)
                 raise self._error
-            if not pattern.has_numbers_of(call.pattern):
-                self.looks[call.index, _NUMBERS] = pattern.numbers
-            strange = None if self._replay.is_last else pattern.strange(call.pattern)
-            if strange is not None:
-                self._error = replay_errors.other_object(self._replay, call, strange)
-                raise self._error
+            given += [more[place] for place in sorted(more)]
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -438,6 +430,21 @@ class Run(TorchFunctionMode):
                 raise self._error
         return result
 
+    def _taken_apart(self, call: Call, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the tensors of a call's result, which must have the form of the sample's."""
+        given: list[Tensor] = []
+        pattern = Pattern(result, objects_in((args, kwargs)), given)
+        if not pattern.is_like(call.pattern):
+            self._error = replay_errors.other_form(self._replay, call)
+            raise self._error
+        if not pattern.has_numbers_of(call.pattern):
+            self.looks[call.index, _NUMBERS] = pattern.numbers
+        strange = None if self._replay.is_last else pattern.strange(call.pattern)
+        if strange is not None:
+            self._error = replay_errors.other_object(self._replay, call, strange)
+            raise self._error
+        return given
+
     def _left_out(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Return stand-ins for the result of a call that belongs to another stage."""
         self._position += 1
@@ -447,6 +454,8 @@ class Run(TorchFunctionMode):
         for place in range(call.gives):
             first = call.repeats.get(place, place)
             places.append(self._place((call.index, place)) if first == place else places[first])
+        if call.collected:
+            collect(call.collected, list(tensors_in((args, kwargs))), places)
         if call.changes:  # a tensor changed in place stays the same object
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():

@@ -114,7 +114,11 @@ class LayerForms:
         special = {call.layer for pair in capture.hidden for call in pair}
         special |= {capture.calls[index].layer for index in capture.told}
         special |= {call.layer for call in capture.calls if call.changes or call.loose or call.reached}
-        special |= {call.layer for call in capture.layer_calls if not {*call.takes} <= {*capture.taken[call.index]}}
+        special |= {
+            call.layer
+            for call in capture.layer_calls
+            if call.num_collected or not {*call.takes} <= {*capture.taken[call.index]}
+        }
         return cls({call.layer for call in capture.layer_calls} - special)
 
     def result(

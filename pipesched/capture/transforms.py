@@ -18,9 +18,9 @@ from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.function_transforms import RETURNS_A_FUNCTION, arguments_of, call_of, tensors_of, title
 from pipesched.tensors.keyed_random import draws
 from pipesched.tensors.meta_tensors import apart
-from pipesched.tensors.torch_functions import READS, changed_in_place, name_of
+from pipesched.tensors.torch_functions import READS, changed_in_place, name_of, version_of
 from pipesched.tensors.torch_insides import DispatchMode
-from pipesched.tensors.tree_structure import tensors_in
+from pipesched.tensors.tree_structure import Taken, tensors_in
 
 __all__ = ["Transforms"]
 
@@ -66,7 +66,7 @@ class Transforms:
         if name in READS:
             raise _refused(call.function, f"reads the values of a tensor with {name}")
         own = [tensor for tensor in taken if id(tensor) in self._value or id(tensor) in self._names] + self._given
-        versions = [tensor._version for tensor in own]
+        versions = [version_of(tensor) for tensor in own]
         with self._allocated:
             result = func(*args, **kwargs)
         self._note(call, self._allocated.storages)
@@ -80,7 +80,7 @@ class Transforms:
         if function in RETURNS_A_FUNCTION:
             raise _refused(function, "can be called again later")
         taken = self._given = list(tensors_of(frame))
-        _, call = new("", function, taken, [], None, transform=True)
+        _, call = new("", function, Taken(taken), [], None, transform=True)
         call.sealed = not torch.is_grad_enabled()
         self._take(call, taken)
         values = tuple(self._value.get(id(tensor)) for tensor in taken)

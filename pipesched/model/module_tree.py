@@ -12,6 +12,7 @@ from pipesched.tensors.torch_insides import is_compiled
 from pipesched.units import and_more, counted
 
 __all__ = [
+    "RECORDING",
     "Members",
     "check_hooks",
     "check_initialised",
@@ -108,7 +109,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
     ]
 
 
-_RECORDING = "transformers.utils.output_capturing"
+#: The module of the transformers library that records outputs.
+RECORDING = "transformers.utils.output_capturing"
 
 
 def recorders_of(module: nn.Module) -> list[Any]:
@@ -118,7 +120,7 @@ def recorders_of(module: nn.Module) -> list[Any]:
 
 def installs_recorders(model: nn.Module) -> bool:
     """Install transformers' recording hooks now instead of in the first forward; return whether any hook is new."""
-    capturing = sys.modules.get(_RECORDING)
+    capturing = sys.modules.get(RECORDING)
     before = sum(len(recorders_of(module)) for module in model.modules())
     if capturing is not None:
         for module in model.modules():
@@ -129,7 +131,7 @@ def installs_recorders(model: nn.Module) -> bool:
 
 def is_recorder(hook: Any) -> bool:
     """Return whether the transformers library installed a hook to record a layer's output."""
-    return getattr(hook, "__module__", "") == _RECORDING
+    return getattr(hook, "__module__", "") == RECORDING
 
 
 def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipesched.errors import GraphError
 from pipesched.model.attributes import Attributes
 from pipesched.model.state_guard import reachable_parameters
+from pipesched.tensors.torch_functions import version_of
 
 __all__ = ["TensorPlaces", "changes_made_buffer", "check_keeps_weights", "check_made_buffers", "makes_weights"]
 
@@ -116,11 +117,11 @@ def check_keeps_weights(model: nn.Module, found: Attributes) -> None:
 
 def check_made_buffers(model: nn.Module, made: Collection[str], forward: Callable[[], None]) -> None:
     """Run a forward. Raise GraphError if it changes a buffer in ``made``, which an earlier forward has made."""
-    before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers() if name in made}
+    before = {name: (buffer, version_of(buffer)) for name, buffer in model.named_buffers() if name in made}
     forward()
     for name, buffer in model.named_buffers():
-        made_before, version = before.get(name, (buffer, buffer._version))
-        if buffer is not made_before or buffer._version != version:
+        made_before, version = before.get(name, (buffer, version_of(buffer)))
+        if buffer is not made_before or version_of(buffer) != version:
             raise changes_made_buffer(name)
 
 

@@ -544,6 +544,7 @@ class Pipeline(SavingInterface):
                 f"(num_microbatches={running.assembly.programs.num_microbatches}); choose a synchronous schedule, such "
                 f"as 1f1b"
             )
+        running.host.enter("clip_grad_norm_")
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
             running.host.gathered,
@@ -745,6 +746,7 @@ class Pipeline(SavingInterface):
             ExecutionError: no step has run under this plan yet.
 
         """
+        self._running.host.enter("gather_trace")
         return _measured(self._history.gather_trace())
 
     @property
@@ -771,6 +773,7 @@ class Pipeline(SavingInterface):
             print(pipe.report())
             pipe.report().save("report.html")  # or .png, .txt, .json
         """
+        self._running.host.enter("report")
         notes = (*self._history.notes(), *self._running.unused_devices)
         return Report(self.plan, self._history.gather_trace(), self.predicted, notes)
 
@@ -798,9 +801,7 @@ class Pipeline(SavingInterface):
 
     @contextmanager
     def _whole_weights(self, method: str) -> Iterator[None]:
-        host = self._running.host
-        if isinstance(host, MeshRanks) and not host.executor.closed:
-            host.executor.enter(method)
+        self._running.host.enter(method)
         self._gather_rows(method)
         try:
             yield
@@ -858,6 +859,7 @@ class Pipeline(SavingInterface):
             ExecutionError: a rank fails or does not call the method.
 
         """
+        self._running.host.enter("gather_model")
         self._gather_rows("gather_model")
         gathers = False
         try:

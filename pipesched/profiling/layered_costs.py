@@ -1,7 +1,7 @@
 """Layered costs: measures the costs of a model's layers, and builds the graph of layers with these costs."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import networkx as nx
@@ -10,11 +10,12 @@ from torch import nn
 
 from pipesched.capture.capture import Call, Capture, FunctionCall, Value
 from pipesched.capture.captured_model import CapturedModel
-from pipesched.capture.layered_model import LayeredModel, as_model, layered
+from pipesched.capture.layered_model import LayeredModel, LayersInARow, as_model, layered
 from pipesched.model.containers import Twin
 from pipesched.model.state_guard import set_aside
 from pipesched.profiling.layer_profiler import QUICK, Between, Effort, measure_calls, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 from pipesched.torch_checks import as_call, as_device
@@ -72,7 +73,12 @@ def measure(
     """Return the measured costs of each layer, keyed by the layer's name."""
     if isinstance(known, CapturedModel):
         return _measure_captured(known, device, intra_op_threads, effort)
-    return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
+    try:
+        return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
+    except TypeError as error:
+        if isinstance(known, LayersInARow):
+            known.check_sample(error)
+        raise
 
 
 def _measure_captured(
@@ -87,7 +93,7 @@ def _measure_captured(
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}
     for name, call in known.calls.items():
-        layer = _as_told(known.modules[call.layer], capture, call)
+        layer = _as_called(known.modules[call.layer], capture, call, device)
         given = FunctionCall(layer, capture.examples[call.index], capture.taken[call.index])
         calls[name] = layer, _with_grads(given, trained)
     index_of = {name: call.index for name, call in known.calls.items()}
@@ -96,7 +102,9 @@ def _measure_captured(
             if not (call.layer or call.reads or call.sealed or call.index in capture.free):
                 between = capture.functions[call.index]
                 name = f"{call}:{call.index}"
-                calls[name] = Between(between.function), _with_grads(between, trained)
+                modes = capture.modes.get(call.index)
+                function = between.function if modes is None else _InModes(between.function, modes, device)
+                calls[name] = Between(function), _with_grads(between, trained)
                 index_of[name] = call.index
     calls = dict(sorted(calls.items(), key=lambda item: index_of[item[0]]))
     begins = known.begins(capture)
@@ -109,20 +117,37 @@ def _measure_captured(
     return costs
 
 
-def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """Return the layer with the attributes that code between layers has set before this call."""
-    if call.index not in capture.told:
-        return layer
-    copy = Twin(layer).layer
-    copy.__dict__.update(capture.told[call.index])
-    return copy
+def _as_called(layer: nn.Module, capture: Capture, call: Call, device: torch.device) -> nn.Module:
+    """Return the layer with the attributes and the modes that code between layers has set before this call."""
+    if call.index in capture.told:
+        layer = Twin(layer).layer
+        layer.__dict__.update(capture.told[call.index])
+    return _InModes(layer, capture.modes[call.index], device) if call.index in capture.modes else layer
+
+
+class _InModes(nn.Module):
+    """Calls a layer or a function in the modes in which the model's code calls it, for example under autocast."""
+
+    def __init__(self, called: Callable[..., Any], modes: CodeModes, device: torch.device) -> None:
+        super().__init__()
+        self.called = called
+        self.training = getattr(called, "training", True)
+        self._modes = modes
+        self._device = device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._modes.held(self._device):
+            return self.called(*args, **kwargs)
+
+    def extra_repr(self) -> str:  # calls in other modes have other costs
+        return f"{self.called}, {self._modes}"
 
 
 def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
     """Return the arguments of a call. Arguments that depend on trained parameters require gradients."""
-    wanting = {
-        id(tensor): tensor.detach().requires_grad_()
-        for tensor, value in zip(tensors_in(between.arguments), between.values, strict=False)
-        if value in trained and tensor.is_floating_point()
-    }
-    return map_tensors(lambda tensor: wanting.get(id(tensor), tensor), between.arguments)
+    made = {}
+    for tensor, value in zip(tensors_in(between.arguments), between.values, strict=False):
+        usable = tensor.clone() if tensor.is_inference() else tensor  # a tensor that autograd can use
+        is_trained = value in trained and tensor.is_floating_point()
+        made[id(tensor)] = usable.detach().requires_grad_() if is_trained else usable
+    return map_tensors(lambda tensor: made.get(id(tensor), tensor), between.arguments)

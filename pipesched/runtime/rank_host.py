@@ -171,6 +171,9 @@ class RankHost(Protocol):
     def fail(self, what: str, error: Exception) -> NoReturn:
         """Raise ``error`` here, and report it to the other processes as a failure of ``what`` in this process."""
 
+    def enter(self, method: str) -> None:
+        """Record the collective method that the user calls, for messages about ranks that call other methods."""
+
     def start(self) -> None:
         """Start the ranks. Called after all checks that can be made before the ranks run."""
 
@@ -244,6 +247,9 @@ class ThreadRanks:
     def executor(self) -> ThreadExecutor:
         """The executor with one thread per rank. The threads are started when this property is first read."""
         return ThreadExecutor(self.devices, self._threads)
+
+    def enter(self, method: str) -> None:
+        return
 
     def start(self) -> None:
         _ = self.executor
@@ -442,6 +448,9 @@ class MeshRanks:
 
     def fail(self, what: str, error: Exception) -> NoReturn:
         self.executor.fail(what, error)
+
+    def enter(self, method: str) -> None:
+        self.executor.enter(method)
 
     def start(self) -> None:
         return

@@ -1,16 +1,19 @@
-"""Caller context: copies torch's thread-local settings from the thread that calls step() to the ranks' threads.
+"""Caller context: copies torch's thread-local settings from one place to another.
+
+`Caller` copies the settings of the thread that calls step() to the ranks' threads. `CodeModes` copies the settings of a
+call in the model's code to a measurement of this call.
 
 Default dtype, deterministic algorithms and matmul precision apply to the whole process and need not be copied.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Caller", "intra_op"]
+__all__ = ["Caller", "CodeModes", "intra_op"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,46 @@ class Caller:
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))
+            yield
+
+
+@dataclass(frozen=True)
+class CodeModes:
+    """The grad mode and the autocast settings in which a model's code makes a call.
+
+    ``autocasts`` maps a device type to the dtype of its autocast; None if autocast is disabled for this device type.
+    """
+
+    grad: bool
+    autocasts: Mapping[str, torch.dtype | None]
+
+    @classmethod
+    def here(cls) -> "CodeModes":
+        """Return the modes of the current thread."""
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+        on = {kind: torch.is_autocast_enabled(kind) for kind in sorted(kinds)}
+        return cls(torch.is_grad_enabled(), {kind: torch.get_autocast_dtype(kind) if on[kind] else None for kind in on})
+
+    def within(self, around: "CodeModes") -> "CodeModes":
+        """Return only what differs from the modes around the code: disabled gradients, and autocast settings."""
+        own = {kind: dtype for kind, dtype in self.autocasts.items() if dtype is not around.autocasts.get(kind)}
+        return CodeModes(self.grad or not around.grad, own)
+
+    @contextmanager
+    def held(self, device: torch.device) -> Iterator[None]:
+        """A context that applies the modes to a call on a device.
+
+        Code such as ``torch.autocast(x.device.type)`` that ran on a CPU would set the same autocast on this device.
+        """
+        autocasts = {**self.autocasts}
+        if "cpu" in autocasts:
+            autocasts.setdefault(device.type, autocasts["cpu"])
+        with ExitStack() as stack:
+            if not self.grad:
+                stack.enter_context(torch.no_grad())
+            for kind, dtype in autocasts.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False))
             yield
 
 

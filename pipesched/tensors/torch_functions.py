@@ -21,6 +21,7 @@ __all__ = [
     "is_shaped_by_contents",
     "memory_at",
     "name_of",
+    "version_of",
 ]
 
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
@@ -65,12 +66,17 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
     return name in _SHAPED or (name == "where" and len(args) == 1)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number of in-place changes of a tensor; 0 for an inference tensor, which has no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
     """Return the positions of the tensors that were changed in place since their ``versions`` were read."""
     return [
         position
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-        if tensor._version != version
+        if version_of(tensor) != version
     ]
 
 

@@ -3,7 +3,7 @@
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,7 @@ from pipesched.tensors.structures import NUMBERS, Structure, structure_of
 
 __all__ = [
     "Pattern",
+    "Taken",
     "key_of",
     "map_tensors",
     "named_leaves",
@@ -251,6 +252,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, slice) or is_record(leaf):
             structure = structure_of(leaf)
             yield from tensors_in(list(structure.values)) if structure is not None else ()
+
+
+class Taken(NamedTuple):
+    """What a call takes: the tensors and the objects among its arguments, and the tensors in these objects."""
+
+    tensors: Sequence[Tensor]
+    objects: Sequence[Any] = ()
+    in_objects: Sequence[Tensor] = ()
 
 
 def objects_in(value: Any) -> list[Any]:

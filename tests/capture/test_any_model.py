@@ -375,3 +375,13 @@ def test_both_modes_run() -> None:
         pipe.step(FLOATS, target=torch.zeros(ROWS, 8))
     plain.eval()
     torch.testing.assert_close(got, square(plain(FLOATS), torch.zeros(ROWS, 8)).detach())
+
+
+def test_a_sample_that_does_not_fit_the_first_layer_of_a_row() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x = torch.randn(4, 8)
+    for sample in ((x, x), {"input": x, "target": x}, {"x": x}):
+        with pytest.raises(InputError, match=r"a sample must match the signature of .*Linear\.forward"):
+            Pipeline(model, sample, devices=["cpu"] * 2, schedule="1f1b", num_microbatches=4)
+    with pytest.raises(InputError, match=r"a sample must fit the model's first layer; layer '0' \(Linear\) refuses"):
+        Pipeline(model, [x], devices=["cpu"] * 2, schedule="1f1b", num_microbatches=4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError
@@ -289,3 +290,94 @@ class Dual(Blocks):
 def test_dual_numbers_through_layers_are_an_error() -> None:
     with pytest.raises(GraphError, match="a stage may only differentiate through layers that it runs itself"):
         Pipeline(made(Dual), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
+
+
+def inner_gradient(self: Any, x: Tensor) -> Tensor:
+    return x - 0.1 * torch.func.grad(lambda z: (z @ self.weight).tanh().pow(2).sum())(x)
+
+
+def gradient_of_linear(self: Any, x: Tensor) -> Tensor:
+    return x - 0.1 * torch.func.grad(lambda z: functional.linear(z, self.weight).tanh().sum())(x)
+
+
+def gradient_of_convolution(self: Any, x: Tensor) -> Tensor:
+    rows = x[:, :, None]
+    return (rows - torch.func.grad(lambda z: functional.conv1d(z, self.weight[..., None]).tanh().sum())(rows))[..., 0]
+
+
+def pulled_back(self: Any, x: Tensor) -> Tensor:
+    value, back = torch.func.vjp(lambda z: (z @ self.weight).tanh(), x)
+    return back(value)[0]
+
+
+def jacobian(self: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.jacrev(lambda z: (z[None] @ self.weight).tanh()[0]))(x).sum(1)
+
+
+def each_part(self: Any, x: Tensor) -> Tensor:
+    return torch.vmap(lambda part: (part @ self.weight).tanh())(x.unflatten(0, (1, -1))).flatten(0, 1)
+
+
+def inside_and_outside(self: Any, x: Tensor) -> Tensor:
+    return inner_gradient(self, x @ self.weight)
+
+
+def inner_gradient_step(self: Any, x: Tensor) -> Tensor:
+    step = torch.func.grad(lambda weight: (x @ weight).tanh().sum())(self.weight)
+    return x @ (self.weight - 0.1 * step)
+
+
+def weight_of_functional_call(self: Any, x: Tensor) -> Tensor:
+    def inner(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(self.inner, values, (x,)).tanh().sum()
+
+    steps = torch.func.grad(inner)(dict(self.inner.named_parameters()))
+    return x * steps["weight"].sum(0) + self.inner(x)
+
+
+class Differentiating(nn.Module):
+    """A layer that uses its weight in a function transform."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+TRANSFORMS_IN_A_LAYER = [
+    inner_gradient,
+    gradient_of_linear,
+    gradient_of_convolution,
+    pulled_back,
+    jacobian,
+    each_part,
+    inside_and_outside,
+    inner_gradient_step,
+    weight_of_functional_call,
+]
+
+
+@pytest.mark.parametrize("boundaries", [None, ("1", "2")], ids=["measured", "given"])
+@pytest.mark.parametrize("how", TRANSFORMS_IN_A_LAYER)
+def test_weights_in_transforms_inside_layers(
+    how: Callable[[Any, Tensor], Tensor], boundaries: tuple[str, ...] | None
+) -> None:
+    check(lambda: nn.Sequential(*(Differentiating(how) for _ in range(3))), FLOATS, boundaries=boundaries)
+
+
+def test_a_weight_in_forward_mode_inside_a_layer() -> None:
+    def pushed(self: Any, x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda z: (z @ self.weight).tanh(), (x,), (torch.ones_like(x),))[1]
+
+    check(lambda: nn.Sequential(*(Differentiating(pushed) for _ in range(2))), FLOATS, stages=1)
+
+
+def test_a_weight_that_later_micro_batches_use_in_a_transform() -> None:
+    def as_the_batch_says(self: Any, x: Tensor) -> Tensor:
+        return inner_gradient(self, x) if x[0, 0] > 0 else (x @ self.weight).tanh()
+
+    check(lambda: nn.Sequential(*(Differentiating(as_the_batch_says) for _ in range(3))), FLOATS, boundaries=("1", "2"))

@@ -20,6 +20,12 @@ pytestmark = pytest.mark.timeout(90)
         (("evaluate", "forward"), "first"),
         (("save", "step"), "all"),
         (("save", "step"), "first"),
+        (("report", "step"), "all"),
+        (("report", "step"), "first"),
+        (("step", "clip_grad_norm_"), "all"),
+        (("gather_model", "step"), "all"),
+        (("step", "gather_trace"), "all"),
+        (("full_state_dict", "step"), "all"),
     ],
 )
 def test_every_rank_is_told_which_methods_were_called(

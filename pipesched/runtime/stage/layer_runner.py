@@ -36,6 +36,7 @@ from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
+from pipesched.tensors.torch_functions import version_of
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["LayerRunner", "StandIns"]
@@ -204,12 +205,12 @@ class LayerRunner:
         """Run a checkpointed F, in grad mode like any F, but keep only the inputs and the buffers for R."""
         snapshot = buffers_of(self.modules)
         attributes = self._changes.before()
-        versions = [tensor._version for tensor in arrived.tensors]
+        versions = [version_of(tensor) for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
         with _dropping():
             value = self.run(saved, arrived)
         attributes = self._changes.after(attributes)
-        self._check_input(versions != [tensor._version for tensor in arrived.tensors])
+        self._check_input(versions != [version_of(tensor) for tensor in arrived.tensors])
         adds = saved.added is not None and bool(saved.added.edges)
         saved.added = None if saved.added is None else saved.added.again()
         saved.needs_no_backward = not _roots(saved, value) and not adds

@@ -17,6 +17,7 @@ from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_val
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import Payload
+from pipesched.tensors.torch_functions import version_of
 
 __all__ = ["RecomputedLayers", "is_dear"]
 
@@ -73,7 +74,7 @@ class RecomputedLayers:
         """
         # A tensor that is passed twice must also be a single tensor in the recompute.
         given = Payload.of((args, kwargs), lambda tensor: tensor)
-        versions = [tensor._version for tensor in given.tensors]
+        versions = [version_of(tensor) for tensor in given.tensors]
         kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
         contexts = create_selective_checkpoint_contexts(_policy) if cheap else (nullcontext(), nullcontext())
         seen = self._before(which, layer, own)
@@ -102,14 +103,14 @@ class RecomputedLayers:
         value = checkpoint(act, *kept.leaves, use_reentrant=False, preserve_rng_state=False)
         attributes = changes.after(attributes)
         self._after(which, layer, own, seen)
-        self._check_input(which, versions != [tensor._version for tensor in given.tensors])
+        self._check_input(which, versions != [version_of(tensor) for tensor in given.tensors])
         return value
 
     def _before(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor]) -> _Seen:
         buffers = _buffers(layer, own)
         moving = self._moving.get((which, _modes(layer)), buffers) if buffers else ()
         copies = {name: buffer.clone() for name, buffer in buffers.items() if name in moving}
-        return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
+        return _Seen(copies, {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
         """Separate the buffers in ``seen`` that the call changes from the unchanged buffers.
@@ -160,7 +161,7 @@ def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _C
     """
     now = _buffers(layer, own) if seen.still else {}
     for name, (buffer, version) in seen.still.items():
-        if now[name] is not buffer or buffer._version != version:
+        if now[name] is not buffer or version_of(buffer) != version:
             raise ExecutionError(
                 f"a layer must be recomputed with the same buffer values as in its forward; buffer {name!r} of layer "
                 f"{which[0]!r} was modified between the forward and the recomputation; take the layer out of "

@@ -33,6 +33,7 @@ from pipesched.runtime.stage.weight_products import (
     spread,
 )
 from pipesched.tensors.function_mode import Handler
+from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.graph_edges import edge_of, enter
 
 __all__ = ["PAYS_FLOPS", "Deferral"]
@@ -226,14 +227,19 @@ class Deferral:
         return self._note(x, weights, rule, lambda x: rule.forward(function, x))
 
     def _defers(self, *weights: Tensor) -> bool:
-        return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
+        deferrable = torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
+        return deferrable and running_transform() is None
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
         """Return ``output``. If this forward is observed, record that the operation used ``weights``.
 
-        ``channels`` is the dim of ``x`` over which the operation sums.
+        ``channels`` is the dim of ``x`` over which the operation sums. An operation inside a function transform, such
+        as ``torch.func.grad``, is not recorded, because its operands and its output belong to the transform;
+        nor is one in inference mode, which has no gradients.
         """
-        if self._weight_uses is not None and self._noting:
+        if self._weight_uses is None or not self._noting:
+            return output
+        if running_transform() is None and not torch.is_inference_mode_enabled():
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
 

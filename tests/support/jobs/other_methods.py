@@ -34,6 +34,11 @@ def call_others(group: Any, methods: tuple[str, str], inputs: Any, folder: str) 
         "evaluate": lambda: pipe.evaluate(*own, **target),
         "forward": lambda: pipe.forward(*own),
         "save": lambda: pipe.save(Path(folder)),
+        "report": pipe.report,
+        "clip_grad_norm_": lambda: pipe.clip_grad_norm_(1.0),
+        "gather_model": pipe.gather_model,
+        "gather_trace": pipe.gather_trace,
+        "full_state_dict": pipe.full_state_dict,
     }
     calls["step"]()
     try:
