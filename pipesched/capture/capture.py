@@ -84,6 +84,11 @@ class Call:
         """A key for a call that uses parameters. The key is the same in training mode and in evaluation mode."""
         return self.layer, self.number
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that the tensors in the call's result depend on."""
+        return () if self.reads else self.uses
+
     def join(self, index: int) -> None:
         """Keep all calls from the call at ``index`` to this call in one stage."""
         self.joined = index if self.joined is None else min(self.joined, index)

@@ -16,9 +16,9 @@ from pipesched.capture.capture import Call, Capture
 from pipesched.capture.layer_graph import flow_of, gap, narrowest, unused, with_costs
 from pipesched.capture.paths import MOST_PATHS, BatchPaths, Paths
 from pipesched.capture.recording import Recording, recorded
-from pipesched.capture.replayed_body import Loose, ReplayedBody
+from pipesched.capture.replayed_body import ReplayedBody
 from pipesched.capture.stage_body import Body
-from pipesched.capture.stage_parts import Part, cut_at
+from pipesched.capture.stage_parts import Homes, Part, cut_at
 from pipesched.capture.whole_layers import opened
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.class_state import check_class_state
@@ -61,6 +61,7 @@ class CapturedModel:
         self.model = model
         self.sample = _two_rows(sample)
         self.recordings: dict[bool, Recording] = {}
+        self._hooked = False
         look = partial(self._recorded, model.training)
         try:
             self.modules, own = opened(model, look, whole_layers)
@@ -102,6 +103,7 @@ class CapturedModel:
         #: Layer -> the layers that hold one of its modules, for layers that are not the only holder.
         self.sharing = layers_that_share(self.modules)
         self.parts = lru_cache(maxsize=1)(self._parts)
+        self.homes = lru_cache(maxsize=1)(self._homes)
         self.parts_on = lru_cache(maxsize=MOST_PATHS)(self._parts_on)
         self.paths = {
             mode: Paths(model, self.modules, mode, self.recordings[mode], self.sample, self._check_path)
@@ -141,7 +143,7 @@ class CapturedModel:
             )
         calls = self.primary_capture.calls
         named = dict(self.model.named_parameters())
-        users = Counter(name for call in calls for name in _trained(call) if name in named)
+        users = Counter(name for call in calls for name in call.weights if name in named)
         tied = [name for name, count in users.items() if count > 1]
         if program.has_updates and tied:
             raise ScheduleError(
@@ -158,7 +160,7 @@ class CapturedModel:
             index: rank for part, rank in zip(self.parts(cut)[self.primary], ranks, strict=True) for index in part.own
         }
         return [
-            Use(call.place, rank_of[call.index], [name for name in _trained(call) if name in parameters])
+            Use(call.place, rank_of[call.index], [name for name in call.weights if name in parameters])
             for call in self.primary_capture.calls
             if call.index in rank_of
         ]
@@ -231,7 +233,7 @@ class CapturedModel:
     def begins(self, capture: Capture) -> dict[str, int]:
         """Return, for each layer, the index of the first call of a stage that begins with this layer."""
         order = list(self.calls)
-        return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
+        return {name: narrowest(capture, gap(capture, at)) if (at := order.index(name)) else 0 for name in self.layers}
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         capture = self.primary_capture
@@ -239,18 +241,55 @@ class CapturedModel:
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
         """Return the Part of each stage, keyed by mode: True for training mode, False for evaluation mode."""
-        return {mode: cut_at(capture, self._starts(capture, cut)) for mode, capture in self.captures.items()}
+        capture = self.primary_capture
+        parts = {self.primary: cut_at(capture, self._starts(capture, cut))}
+        homes = Homes.of(capture, parts[self.primary], {})
+        for mode in self.captures.keys() - parts:
+            parts[mode] = cut_at(self.captures[mode], self._starts(self.captures[mode], cut, homes))
+        return parts
 
-    def _starts(self, capture: Capture, cut: StageLayers) -> list[int]:
-        """Return the index of each stage's first call. A stage has no calls if the forward skips all its layers."""
+    def _homes(self, cut: StageLayers) -> Homes:
+        """Return the stages that may use the weights and buffers.
+
+        A tensor that only the capture of the other mode uses belongs to the stage that uses it there. A tensor that no
+        capture uses belongs to the stage of the tensor registered before it.
+        """
+        parts = self.parts(cut)
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        users: dict[str, set[int]] = {}
+        for stage, part in enumerate(parts[self.primary]):
+            for index in part.own:
+                for name in self.primary_capture.calls[index].uses:
+                    users.setdefault(name, set()).add(stage)
+        others = {name: min(stages) for name, stages in users.items() if len(stages) == 1}
+        held: list[list[Tensor]] = [[] for _ in cut]
+        for mode in sorted(parts, key=lambda mode: mode != self.primary):
+            calls = self.captures[mode].calls
+            for stage, part in enumerate(parts[mode]):
+                own = [calls[index] for index in sorted(part.own)]
+                layers = dict.fromkeys(call.layer for call in own if call.layer)
+                used = dict.fromkeys(name for call in own for name in call.loose)
+                others |= {name: stage for name in used if name not in users and name not in others}
+                held[stage] += _tensors(self.modules[name] for name in layers)
+                held[stage] += [tensors[name] for name in used if stage in users.get(name, {others.get(name)})]
+        for stage, names in unused(self.model, held).items():
+            others |= dict.fromkeys(names, stage)
+        return Homes.of(self.primary_capture, parts[self.primary], others)
+
+    def _starts(self, capture: Capture, cut: StageLayers, homes: Homes | None = None) -> list[int]:
+        """Return the index of each stage's first call. A stage has no calls if the forward skips all its layers.
+
+        With ``homes``, stages use weights in their homes if possible.
+        """
         order = {name: place for place, name in enumerate(self.calls)}
         places = [order[_unit(call)] for call in capture.layer_calls]
         starts = [0]
-        for names in cut[1:]:
+        for stage, names in enumerate(cut[1:], 1):
             position = bisect_left(places, order[names[0]])
             at = len(capture.calls)
             if position < len(places):
-                at = narrowest(capture, position) if position else 0
+                candidates = gap(capture, position) if position else [0]
+                at = narrowest(capture, candidates if homes is None else homes.fitting(capture, candidates, stage))
             starts.append(max(at, starts[-1]))
         return starts
 
@@ -273,11 +312,18 @@ class CapturedModel:
                 f"layer in whole_layers="
             )
 
+    def set_up(self, mode: bool) -> None:
+        """Prepare the model for a step as its first forward would."""
+        if not self._hooked:  # else each stage's first forward would install its own hooks
+            installs_recorders(self.model)
+            self._hooked = True
+        self.recordings[mode].set_up()
+
     def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
         mode = self.model.training
         if mode not in self.paths:
             return BatchPaths()  # the stages raise an error
-        self.recordings[mode].set_up()
+        self.set_up(mode)
         found = self.paths[mode].find(batch, first)
         for path, *_ in found.new:
             self.parts_on(cut, mode, path)
@@ -293,23 +339,23 @@ class CapturedModel:
 
     def _parts_on(self, cut: StageLayers, mode: bool, path: int) -> list[Part]:
         """Return the Part of each stage on a path. On all paths, values travel along the same pairs of stages."""
-        if not path:
+        if not path and mode == self.primary:
             return self.parts(cut)[mode]
+        homes = self.homes(cut)
         capture = self.capture_on(mode, path)
-        parts = cut_at(capture, self._starts(capture, cut), set(self.edges(cut)))
-        own = self.primary_capture.calls
-        home = {
-            _weights_of(own[index]): stage
-            for stage, part in enumerate(self.parts(cut)[self.primary])
-            for index in part.own
-        }
+        parts = self.parts(cut)[mode]
+        if path:
+            parts = cut_at(capture, self._starts(capture, cut, homes), set(self.edges(cut)))
         for stage, part in enumerate(parts):
             for call in (capture.calls[index] for index in part.own):
-                if _trained(call) and home.get(_weights_of(call)) != stage:
+                if call.weights and homes.stage_of(call) != stage:
+                    name = next((name for name in call.uses if homes.others.get(name) != stage), call.uses[0])
+                    home = homes.others.get(name, "several stages")
                     raise GraphError(
                         f"code between layers must use a weight or buffer in the same stage for every batch; for this "
-                        f"batch, {call} uses {', '.join(call.uses)} in stage {stage}, but not for the sample; move the "
-                        f"code that uses it into a layer, or build the pipeline with a sample like this batch"
+                        f"batch, {call} uses {name} in stage {stage}, and {name} belongs to "
+                        f"{home if isinstance(home, str) else f'stage {home}'}; move the code that uses it into a "
+                        f"layer, or build the pipeline with a sample like this batch"
                     )
         return parts
 
@@ -350,12 +396,9 @@ class CapturedModel:
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """Return the stages' bodies. An unused parameter joins the stage of the parameter registered before it."""
+        """Return the stages' bodies."""
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, cut, edges, stage, device, ties) for stage, device in enumerate(devices)]
-        held = [_tensors(body.layers.values()) for body in bodies]
-        for stage, names in unused(self.model, held).items():
-            bodies[stage].layers["(never used)"] = Loose(self.model, names)
         own = self.captures.get(self.model.training)
         if own is not None and "" not in own.outside:  # else the code may take another path than for the sample
             self._rehearse(bodies)
@@ -369,11 +412,6 @@ class CapturedModel:
                 body.rehearse()
         for body in bodies:
             body.forget()
-
-
-def _trained(call: Call) -> Sequence[str]:
-    """Return the names of parameters and buffers that a call uses, or none if the call returns plain Python values."""
-    return () if call.reads else call.uses
 
 
 def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
@@ -390,10 +428,6 @@ def _may_begin(capture: Capture, name: str) -> bool:
     """Return whether a stage may begin at a layer. A layer that the capture does not call is no obstacle."""
     position = next((at for at, call in enumerate(capture.layer_calls) if _unit(call) == name), 0)
     return not position or bool(gap(capture, position))
-
-
-def _weights_of(call: Call) -> Any:
-    return call.place, call.layer or call.uses
 
 
 def _unit(call: Call) -> str:

@@ -27,9 +27,9 @@ def gap(capture: Capture, position: int) -> list[int]:
     return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]
 
 
-def narrowest(capture: Capture, position: int) -> int:
-    """Return the call in ``gap`` with the smallest ``Capture.crossing_bytes``; on ties, the last of these calls."""
-    return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
+def narrowest(capture: Capture, candidates: Sequence[int]) -> int:
+    """Return the call with the smallest ``Capture.crossing_bytes``; on ties, the last of these calls."""
+    return min(reversed(candidates), key=capture.crossing_bytes.__getitem__)
 
 
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":

@@ -82,7 +82,7 @@ class Paths:
         self._check = check
         self._names = positional(model.forward)
         self._random = KeyedRandom(torch.device("cpu"))
-        self._forms = LayerForms.of(recording.capture)
+        self._forms = LayerForms.of(recording.capture, layers)
         self._twin: MetaTwin | None = None
         self._buffers = {name for name, _ in model.named_buffers()}
         #: path -> capture. Numbers are never used again.

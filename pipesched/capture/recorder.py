@@ -27,6 +27,7 @@ from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
+from pipesched.tensors.structures import object_tensors
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
@@ -122,7 +123,7 @@ class _Recorder(TorchFunctionMode):
             self._places.before(name, layer, self._is_of_layer)
         results: list[Tensor] = []
         Pattern(output, tensors=results)
-        for tensor in results:
+        for tensor in [*tensors_in(output), *object_tensors(output)]:  # not in objects inside, such as caches of layers
             if id(tensor) not in self._value:
                 self._look_for(tensor)
         if self._capture.calls:

@@ -116,6 +116,8 @@ class Replay:
         self.called = called
         self.tied = {place: stand_ins for place, stand_ins in tied.items() if stand_ins}
         self.end = len(capture.calls) if last else part.end
+        #: Whether the stage's calls use weights or buffers of no layer, or of another layer.
+        self.uses_loose = any(capture.calls[index].loose for index in part.own)
         self.roots = capture.roots
         self.transforms = [call for call in capture.calls if call.transform]
         self.draws = capture.draws

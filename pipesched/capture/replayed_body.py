@@ -73,8 +73,10 @@ class ReplayedBody:
         self._tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
         #: (mode, path) -> the replay of this path
         self._replays: dict[tuple[bool, int], Replay] = {}
+        known = {name for index in range(len(calls)) for name in calls[index].uses}
+        others = [name for name, home in captured.homes(cut).others.items() if home == stage and name not in known]
         self._loose: list[Tensor] = []
-        if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
+        if loose := [*(name for index in sorted(own.own) for name in calls[index].loose), *others]:
             self.layers[_BETWEEN] = Loose(captured.model, loose)
             self._loose += self.layers[_BETWEEN]()
 
@@ -119,7 +121,7 @@ class ReplayedBody:
                 f"training={mode}, the model calls different layers for the sample, or fails; call "
                 f"model.{'train' if mode else 'eval'}() before you build the pipeline"
             ) from self._missing
-        self._captured.recordings[mode].set_up()
+        self._captured.set_up(mode)
         for (of_mode, _), replay in self._replays.items():
             if of_mode == mode:
                 replay.refresh()
@@ -161,8 +163,10 @@ class ReplayedBody:
             with random.outside(name, number):
                 return call(name, number, layer, args, kwargs)
 
-        now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
-        present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
+        present = {}
+        if replay.uses_loose:
+            now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {})
+            present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
         made, looks, output = replay.run(args, kwargs, received, looks, present, call_own, random)
         for twin in self._twins.values():
             twin.hand_back()

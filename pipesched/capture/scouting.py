@@ -109,15 +109,17 @@ class LayerForms:
         self._rules: dict[Any, tuple[_Result, SizeRules]] = {}
 
     @classmethod
-    def of(cls, capture: Capture) -> "LayerForms":
-        """Return the forms of the layers in a capture."""
+    def of(cls, capture: Capture, layers: Mapping[str, nn.Module]) -> "LayerForms":
+        """Return the forms of the layers in a capture. ``layers`` maps names to layers."""
         special = {call.layer for pair in capture.hidden for call in pair}
         special |= {capture.calls[index].layer for index in capture.told}
         special |= {call.layer for call in capture.calls if call.changes or call.loose or call.reached}
         special |= {
             call.layer
             for call in capture.layer_calls
-            if call.num_collected or not {*call.takes} <= {*capture.taken[call.index]}
+            if not {*call.takes} <= {*capture.taken[call.index]}
+            or call.num_collected  # else only the layer's own hooks append entries, which ``result`` calls
+            or len(call.collected) > len(recorders_of(layers[call.layer]))
         }
         return cls({call.layer for call in capture.layer_calls} - special)
 

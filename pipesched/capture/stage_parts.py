@@ -1,13 +1,13 @@
 """Stage parts: the calls of a captured forward that each stage runs, and the values that stages send to each other."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from pipesched.capture.capture import INPUT, Capture, Value
+from pipesched.capture.capture import INPUT, Call, Capture, Value
 
-__all__ = ["Part", "cut_at"]
+__all__ = ["Homes", "Part", "cut_at"]
 
 
 @dataclass
@@ -34,6 +34,40 @@ class Part:
     def end(self) -> int:
         """The index of the last call that belongs to this stage; -1 for a stage without calls, which runs no code."""
         return max(self.own, default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """The stages that use the model's parameters and buffers, which hold for all batches."""
+
+    #: Key of a call on the path that decides the cuts -> the stage that makes the call.
+    calls: Mapping[Any, int]
+    #: Name of a tensor -> the only stage that may use it. Tensors that several stages use are left out.
+    others: Mapping[str, int]
+
+    @classmethod
+    def of(cls, capture: Capture, parts: Sequence[Part], others: Mapping[str, int]) -> "Homes":
+        own = {_key(capture.calls[index]): stage for stage, part in enumerate(parts) for index in part.own}
+        return cls(calls=own, others=others)
+
+    def stage_of(self, call: Call) -> int | None:
+        """Return the stage that must make a call, which uses weights or buffers; None if there is no such stage."""
+        if _key(call) in self.calls:
+            return self.calls[_key(call)]
+        stages = {self.others.get(name) for name in call.uses}
+        return stages.pop() if len(stages) == 1 else None
+
+    def fitting(self, capture: Capture, candidates: Sequence[int], stage: int) -> Sequence[int]:
+        """Return the candidates for the first call of a stage with which calls around it are in their own stages."""
+        between = capture.calls[candidates[0] : candidates[-1]]
+        home = {call.index: self.stage_of(call) for call in between if call.weights}
+        earliest = max((index + 1 for index, own in home.items() if own is not None and own < stage), default=0)
+        latest = min((index for index, own in home.items() if own is not None and own >= stage), default=candidates[-1])
+        return [at for at in candidates if earliest <= at <= latest] or candidates
+
+
+def _key(call: Call) -> Any:
+    return call.place, call.layer or call.uses
 
 
 def cut_at(capture: Capture, starts: Sequence[int], edges: Collection[tuple[int, int]] | None = None) -> list[Part]:

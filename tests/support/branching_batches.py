@@ -211,10 +211,33 @@ class ByBuffer(Text):
         return self.head(x).square().mean()
 
 
+class Masked(Text):
+    """Replaces some embeddings by a weight, by chance and only in training mode, and drops blocks."""
+
+    chance = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.arange(WIDTH) / WIDTH)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.training and random.random() < self.chance:
+            x = torch.where(mask[..., None] == 0, self.token.to(x.dtype), x)
+        for block in self.blocks:
+            if not self.training or random.random() < 0.7:
+                x = block(x)
+        return self.head(x).square().mean()
+
+
+class MaskedSometimes(Masked):
+    chance = 0.3
+
+
 #: Models whose branches depend on the inputs alone.
 BY_INPUT: Sequence[type[Text]] = (Padded, Longest, Nested, Exits, Shifts, Resized, Remembers, Selected)
 #: Models whose branches depend on random numbers.
-BY_CHANCE: Sequence[type[Text]] = (Dropped, DroppedByTorch, DroppedByNumpy, DroppedChecked)
+BY_CHANCE: Sequence[type[Text]] = (Dropped, DroppedByTorch, DroppedByNumpy, DroppedChecked, Masked, MaskedSometimes)
 
 
 def model_of(kind: type[Text], seed: int = 0) -> Text:
