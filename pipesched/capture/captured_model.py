@@ -103,7 +103,7 @@ class CapturedModel:
         #: Layer -> the layers that hold one of its modules, for layers that are not the only holder.
         self.sharing = layers_that_share(self.modules)
         self.parts = lru_cache(maxsize=1)(self._parts)
-        self.homes = lru_cache(maxsize=1)(self._homes)
+        self.homes = lru_cache(maxsize=2)(self._homes)
         self.parts_on = lru_cache(maxsize=MOST_PATHS)(self._parts_on)
         self.paths = {
             mode: Paths(model, self.modules, mode, self.recordings[mode], self.sample, self._check_path)
@@ -248,8 +248,8 @@ class CapturedModel:
             parts[mode] = cut_at(self.captures[mode], self._starts(self.captures[mode], cut, homes))
         return parts
 
-    def _homes(self, cut: StageLayers) -> Homes:
-        """Return the stages that may use the weights and buffers.
+    def _homes(self, cut: StageLayers, mode: bool) -> Homes:
+        """Return the stages that may use the weights and buffers in a mode.
 
         A tensor that only the capture of the other mode uses belongs to the stage that uses it there. A tensor that no
         capture uses belongs to the stage of the tensor registered before it.
@@ -261,20 +261,34 @@ class CapturedModel:
             for index in part.own:
                 for name in self.primary_capture.calls[index].uses:
                     users.setdefault(name, set()).add(stage)
-        others = {name: min(stages) for name, stages in users.items() if len(stages) == 1}
         held: list[list[Tensor]] = [[] for _ in cut]
-        for mode in sorted(parts, key=lambda mode: mode != self.primary):
-            calls = self.captures[mode].calls
-            for stage, part in enumerate(parts[mode]):
+        for of_mode in sorted(parts, key=lambda one: one != self.primary):
+            calls = self.captures[of_mode].calls
+            for stage, part in enumerate(parts[of_mode]):
                 own = [calls[index] for index in sorted(part.own)]
                 layers = dict.fromkeys(call.layer for call in own if call.layer)
                 used = dict.fromkeys(name for call in own for name in call.loose)
-                others |= {name: stage for name in used if name not in users and name not in others}
+                users |= {name: {stage} for name in used if name not in users}
                 held[stage] += _tensors(self.modules[name] for name in layers)
-                held[stage] += [tensors[name] for name in used if stage in users.get(name, {others.get(name)})]
+                held[stage] += [tensors[name] for name in used if stage in users[name]]
         for stage, names in unused(self.model, held).items():
-            others |= dict.fromkeys(names, stage)
-        return Homes.of(self.primary_capture, parts[self.primary], others)
+            users |= {name: {stage} for name in names}
+        if mode:  # the gradients of a weight with several users are added by call
+            buffers = {name for name, _ in self.model.named_buffers()}
+            users = {name: stages for name, stages in users.items() if len(stages) == 1 or name in buffers}
+        return Homes.of(self.primary_capture, parts[self.primary], users)
+
+    def loose(self, cut: StageLayers, stage: int) -> tuple[list[str], list[str]]:
+        """Return the names of tensors outside of layers that a stage uses, and of those that it only holds."""
+        calls = self.primary_capture.calls
+        own = [calls[index] for index in sorted(self.parts(cut)[self.primary][stage].own)]
+        known = {name for call in calls for name in call.uses}
+        used = {name for capture in self.captures.values() for call in capture.calls for name in call.uses}
+        others = [
+            name for name, stages in self.homes(cut, False).stages.items() if stage in stages and name not in known
+        ]
+        loose = [*(name for call in own for name in call.loose), *(name for name in others if name in used)]
+        return loose, [name for name in others if name not in used]
 
     def _starts(self, capture: Capture, cut: StageLayers, homes: Homes | None = None) -> list[int]:
         """Return the index of each stage's first call. A stage has no calls if the forward skips all its layers.
@@ -341,21 +355,20 @@ class CapturedModel:
         """Return the Part of each stage on a path. On all paths, values travel along the same pairs of stages."""
         if not path and mode == self.primary:
             return self.parts(cut)[mode]
-        homes = self.homes(cut)
+        homes = self.homes(cut, mode)
         capture = self.capture_on(mode, path)
         parts = self.parts(cut)[mode]
         if path:
             parts = cut_at(capture, self._starts(capture, cut, homes), set(self.edges(cut)))
         for stage, part in enumerate(parts):
-            for call in (capture.calls[index] for index in part.own):
-                if call.weights and homes.stage_of(call) != stage:
-                    name = next((name for name in call.uses if homes.others.get(name) != stage), call.uses[0])
-                    home = homes.others.get(name, "several stages")
+            for call in (capture.calls[index] for index in sorted(part.own)):
+                if call.weights and stage not in homes.stages_of(call):
+                    name = next((name for name in call.uses if stage not in homes.stages.get(name, ())), call.uses[0])
+                    home = ", ".join(map(str, homes.stages.get(name, ["of the sample's calls"])))
                     raise GraphError(
                         f"code between layers must use a weight or buffer in the same stage for every batch; for this "
-                        f"batch, {call} uses {name} in stage {stage}, and {name} belongs to "
-                        f"{home if isinstance(home, str) else f'stage {home}'}; move the code that uses it into a "
-                        f"layer, or build the pipeline with a sample like this batch"
+                        f"batch, {call} uses {name} in stage {stage}, and {name} belongs to stage {home}; move the "
+                        f"code that uses it into a layer, or build the pipeline with a sample like this batch"
                     )
         return parts
 

