@@ -63,12 +63,7 @@ class CapturedModel:
         self.recordings: dict[bool, Recording] = {}
         self._hooked = False
         look = partial(self._recorded, model.training)
-        try:
-            self.modules, own = opened(model, look, whole_layers)
-        except Exception:
-            if not installs_recorders(model):  # the forward may have failed without these hooks
-                raise
-            self.modules, own = opened(model, look, whole_layers)
+        self.modules, own = opened(model, self.sample, look, whole_layers)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # the error that the model raises in the other mode, if any
         try:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from pipesched.model.attributes import Attributes, attribute
 from pipesched.model.class_state import other_values
-from pipesched.model.state_guard import same_bits, unchanged, untouched
+from pipesched.model.state_guard import buffers_kept, same_bits, unchanged, untouched
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import version_of
 
-__all__ = ["FirstForward", "first_forward", "following_batch"]
+__all__ = ["FirstForward", "exchange_modules", "first_forward", "following_batch"]
 
 _OF_ALL_MODULES = vars(nn.Module()).keys()
 _OTHER_SEED = 1
@@ -58,6 +58,34 @@ def following_batch(
         except Exception:  # the model may not accept these values
             return []
     return [key for key, own in first.kept.items() if not _alike(own, other.made.get(key, own))]
+
+
+def exchange_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run a forward if the model's first forward, and no later one, exchanges modules but keeps all weights.
+
+    The new modules stay in the model. Returns whether there are any.
+    """
+    with untouched(model, model.training), torch.no_grad():
+        before = _identity(model)
+        try:
+            _run(model, args, kwargs)
+            after = _identity(model)
+            if after == before or after[1] != before[1]:
+                return False
+            _run(model, args, kwargs)
+        except Exception:  # the model may not run outside of a recording, for example on the meta device
+            return False
+        if _identity(model) != after:
+            return False
+    with buffers_kept(model), torch.no_grad():
+        _run(model, args, kwargs)
+    return True
+
+
+def _identity(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the ids of a model's modules and parameters, by name."""
+    modules = {name: id(module) for name, module in model.named_modules()}
+    return modules, {name: id(parameter) for name, parameter in model.named_parameters()}
 
 
 def _first_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstForward:

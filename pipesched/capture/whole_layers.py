@@ -6,9 +6,11 @@ from typing import Any
 from torch import nn
 
 from pipesched.capture.capture import Capture
+from pipesched.capture.first_forward import exchange_modules
 from pipesched.checks import as_list, shown
 from pipesched.errors import InputError
 from pipesched.model.containers import as_whole, find_layers, is_small
+from pipesched.model.module_tree import installs_recorders
 
 __all__ = ["as_whole_layers", "opened"]
 
@@ -39,7 +41,10 @@ def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
 
 
 def opened(
-    model: nn.Module, look: Callable[[Mapping[str, nn.Module]], Capture], whole: Collection[str] = ()
+    model: nn.Module,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    look: Callable[[Mapping[str, nn.Module]], Capture],
+    whole: Collection[str] = (),
 ) -> tuple[dict[str, nn.Module], Capture]:
     """Find the layers of a model and record a forward that calls them.
 
@@ -48,6 +53,7 @@ def opened(
 
     Args:
         model: the user's module.
+        sample: the arguments (args, kwargs) of the forward.
         look: a function that takes the layers, records a forward, and returns the capture.
         whole: names of modules to keep whole. Default: none.
 
@@ -55,6 +61,18 @@ def opened(
         A dict from name to layer, and the capture of the forward.
 
     """
+    try:
+        return _opened(model, look, whole)
+    except Exception:  # the forward may fail without transformers' hooks, or because it exchanges modules
+        prepared = [installs_recorders(model), exchange_modules(model, *sample)]
+        if not any(prepared):
+            raise
+    return _opened(model, look, whole)
+
+
+def _opened(
+    model: nn.Module, look: Callable[[Mapping[str, nn.Module]], Capture], whole: Collection[str]
+) -> tuple[dict[str, nn.Module], Capture]:
     closed = set(whole)
     while True:
         layers = find_layers(model, closed)

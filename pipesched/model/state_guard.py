@@ -23,6 +23,7 @@ from pipesched.tensors.torch_insides import DispatchMode, hooks_on, schema_of
 __all__ = [
     "GROWING",
     "attributes_kept",
+    "buffers_kept",
     "attributes_of",
     "has_attributes",
     "is_of_user",
@@ -350,6 +351,13 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
             model.train(mode)
         yield written
         written += [buffer for module, key, buffer in places if module._buffers.get(key) is not buffer]
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the bits of the model's buffers and the random state after the ``with`` block."""
+    with torch.random.fork_rng(), outside_kept(), _bits_kept(copied=list(model.buffers())):
+        yield
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:

@@ -232,7 +232,7 @@ class _Unpipelined:
         if isinstance(model, nn.Sequential) and is_in_a_row(model):
             layers = layers_of(model, whole_layers)
         else:
-            layers, capture = opened(model, lambda layers: self._seen(layers, inputs), whole_layers)
+            layers, capture = opened(model, inputs, lambda layers: self._seen(layers, inputs), whole_layers)
             own = {name: id(parameter) for name, parameter in model.named_parameters()}
             self._uses.update(
                 own[name] for call in capture.calls if not call.reads for name in call.uses if name in own

@@ -1,6 +1,7 @@
 """State that a forward makes or exchanges, such as buffers and weights: it trains as in a loop, or is refused."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -400,8 +401,10 @@ MAKING: dict[str, Callable[[type[Makes]], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("where", MAKING)
-@pytest.mark.parametrize("kind", [Makes, MakesWeight, Exchanges])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [*product([Makes, MakesWeight], MAKING), (Exchanges, "in a row")],
+)
 def test_weights_that_the_first_forward_makes_must_be_there_before(kind: type[Makes], where: str) -> None:
     model = MAKING[where](kind)
     before = {name: id(module) for name, module in model.named_modules()}
@@ -415,6 +418,38 @@ def test_weights_that_the_first_forward_makes_must_be_there_before(kind: type[Ma
         return own
 
     check(settled, FLOATS, stages=2)
+
+
+@pytest.mark.parametrize("where", ["in a layer", "between layers"])
+def test_layers_that_the_first_forward_exchanges_with_the_same_weights(where: str) -> None:
+    check(lambda: MAKING[where](Exchanges), FLOATS, stages=2)
+
+
+class Settles(Calls):
+    """Exchanges all its layers in the first forward, and keeps their weights."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity(), 4)
+        self.norm = nn.BatchNorm1d(8)
+        self.settled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, old in enumerate(() if self.settled else list(self.layers)):
+            self.layers[number] = nn.Linear(8, 8)
+            self.layers[number].weight, self.layers[number].bias = old.weight, old.bias
+        self.settled = True
+        return super().forward(self.norm(x))
+
+
+def test_modules_that_the_first_forward_exchanges_with_the_same_weights() -> None:
+    model = Settles()
+    weights = dict(model.named_parameters())
+    state = torch.get_rng_state()
+    pipeline(model).close()
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.norm.num_batches_tracked == 0
+    assert all(weights[name] is parameter for name, parameter in model.named_parameters())
+    check(Settles, FLOATS, stages=2)
 
 
 class Temporary(Makes):
