@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pipesched.capture.capture import INPUT, Call, Capture, Value
 from pipesched.capture.code_draws import CodeDraws
-from pipesched.tensors.torch_functions import is_shaped_by_contents
+from pipesched.tensors.meta_tensors import with_look_of
+from pipesched.tensors.torch_functions import is_shaped_by_contents, only_looked_at
 from pipesched.tensors.tree_structure import Pattern, tensors_in
 
 __all__ = ["Guard", "guard_of"]
@@ -111,7 +112,7 @@ def guard_of(capture: Capture, names: Sequence[Any]) -> Guard | None:
         if not _repeatable(capture, call):
             return None
         chosen.append(call)
-        needed.update(call.takes)
+        needed.update(_values_read(capture, call))
     draws = capture.draws
     return Guard(
         [_step(capture, call, draws, call.index in shaped) for call in chosen[::-1]], names, capture.written_inputs
@@ -123,10 +124,27 @@ def _unknown(capture: Capture) -> set[int]:
     found: set[int] = set()
     written: set[Value] = set()
     for call in capture.calls:
-        if call.uses or any(index in found for index, _ in call.takes) or not written.isdisjoint(call.takes):
+        takes = _values_read(capture, call)
+        if call.uses or any(index in found for index, _ in takes) or not written.isdisjoint(takes):
             found.add(call.index)
             written.update(call.writes)
     return found
+
+
+def _values_read(capture: Capture, call: Call) -> list[Value]:
+    """Return the values that a call takes, except one of which it reads only the shape, dtype and device."""
+    looked_at = _looked_at(capture, call)
+    if looked_at is None:
+        return [*call.takes]
+    read = [value for place, value in enumerate(capture.functions[call.index].values) if place != looked_at]
+    return [value for value in read if value is not None]
+
+
+def _looked_at(capture: Capture, call: Call) -> int | None:
+    """Return the position, among the tensor arguments of a function, of the one that it only looks at."""
+    function = capture.functions.get(call.index)
+    place = None if function is None else only_looked_at(call.function, args := function.arguments[0])
+    return None if place is None else len(list(tensors_in(args[:place])))
 
 
 def _shaped_by_contents(capture: Capture) -> set[int]:
@@ -153,6 +171,12 @@ def _step(capture: Capture, call: Call, draws: Mapping[int, int], is_shaped: boo
     function = capture.functions[call.index]
     tensors: list[Tensor] = []
     arguments = Pattern(function.arguments, tensors=tensors)
-    given = [tensor if value is None else value for value, tensor in zip(function.values, tensors, strict=True)]
+    looked_at = _looked_at(capture, call)
+    given: list[Value | Tensor] = []
+    for place, (value, tensor) in enumerate(zip(function.values, tensors, strict=True)):
+        if place == looked_at:  # tensors of the same form have the same shapes
+            given.append(with_look_of(tensor, torch.device("cpu") if tensor.is_meta else tensor.device))
+        else:
+            given.append(tensor if value is None else value)
     shapes = [capture.values[call.index, place].shape for place in range(call.gives)] if is_shaped else None
     return _Step(call, function.function, arguments, given, draws.get(call.index), shapes)

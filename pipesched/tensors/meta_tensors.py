@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
-from pipesched.tensors.torch_functions import is_shaped_by_contents, name_of
+from pipesched.tensors.torch_functions import is_shaped_by_contents, name_of, only_looked_at
 from pipesched.tensors.torch_insides import base_of
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
@@ -27,6 +27,7 @@ __all__ = [
     "look_of",
     "put_on",
     "stand_in",
+    "with_look_of",
     "without_values",
 ]
 
@@ -103,6 +104,11 @@ def look_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
     return tensor.dtype, tuple([size if type(size) is int else None for size in tensor.shape])
 
 
+def with_look_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor with the dtype and the shape of another tensor, which takes no memory."""
+    return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
 def without_values(dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
     """Return a tensor on the meta device with a dtype and a shape from ``look_of``."""
     sizes = [0 if size is None else size for size in shape]
@@ -124,22 +130,37 @@ class Beside(TorchFunctionMode):
     def __init__(self, claimed: torch.device) -> None:
         super().__init__()
         self._claimed = claimed
+        #: id of a tensor that got unknown values in place -> the tensor, and the meta tensor used instead
+        self._unknown: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._unknown:
+            args, kwargs = map_tensors(lambda one: self._unknown.get(id(one), (one, one))[1], (args, kwargs))
         tensors = list(tensors_in((args, kwargs)))
+        if func == _DEVICE and tensors[0].is_meta:
+            return self._claimed
+        if any(tensor.is_meta for tensor in tensors):
+            args, tensors = self._with_looks(func, args, tensors)
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        if func == _DEVICE:
-            return self._claimed
         try:
-            return _apply(func, args, kwargs, _without_bounds(tensors, (args, kwargs)))
+            return _apply(func, args, kwargs, _without_bounds(tensors, (args, kwargs)), self._unknown)
         except (RuntimeError, TypeError) as error:
             raise GraphError(
                 f"a model on the meta device must run without the values of its weights; the model's code calls "
                 f"{getattr(func, '__name__', func)} on a value computed from the weights ({error}); move that code "
                 f"into a layer, or build the model on a real device instead of meta"
             ) from error
+
+    def _with_looks(self, func: Any, args: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Replace a meta tensor of which a function reads only the shape, so that the result may have values."""
+        place = only_looked_at(name_of(func), args)
+        if place is None or not args[place].is_meta or args[place].layout != torch.strided:
+            return args, tensors
+        look = with_look_of(args[place], self._claimed)
+        replaced = [look if one is args[place] else one for one in tensors]
+        return (*args[:place], look, *args[place + 1 :]), replaced
 
 
 def _without_bounds(tensors: Sequence[Tensor], arguments: Any) -> list[Tensor]:
@@ -149,13 +170,17 @@ def _without_bounds(tensors: Sequence[Tensor], arguments: Any) -> list[Tensor]:
     return [one for one in tensors if not one.is_meta and id(one) not in bounds]
 
 
-def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor]) -> Any:
+#: The tensors that got unknown values in place, but cannot become meta tensors; see ``Beside``.
+_Unknown = dict[int, tuple[Tensor, Tensor]]
+
+
+def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor], unknown: _Unknown) -> Any:
     if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
         return _transferred(func, args, kwargs)
     if not full:
         return _without_contents(func, args, kwargs)
     try:
-        return _on_meta(func, args, kwargs, full)
+        return _on_meta(func, args, kwargs, full, unknown)
     except NotImplementedError:
         try:
             return func(*args, **kwargs)  # the result's shape depends on values that exist, such as a mask
@@ -164,17 +189,18 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
     except RuntimeError:
         if all(tensor.dim() for tensor in full):
             raise
-        return _on_meta(func, args, kwargs, [tensor for tensor in full if tensor.dim()])  # a number, such as a size
+        sized = [tensor for tensor in full if tensor.dim()]  # a tensor without dimensions is a number, such as a size
+        return _on_meta(func, args, kwargs, sized, unknown)
 
 
-def _on_meta(func: Callable[..., Any], args: Any, kwargs: Any, full: Sequence[Tensor]) -> Any:
+def _on_meta(func: Callable[..., Any], args: Any, kwargs: Any, full: Sequence[Tensor], unknown: _Unknown) -> Any:
     """Call a function with meta copies of the tensors ``full``."""
     copies = {id(tensor): tensor.to(_META) for tensor in full}
     versions = {key: copy._version for key, copy in copies.items()}
     there = map_tensors(lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
     result = func(*there[0], **there[1])
     changed = [(tensor, copies[id(tensor)]) for tensor in full if copies[id(tensor)]._version != versions[id(tensor)]]
-    return _with_changes(result, changed)
+    return _with_changes(result, changed, unknown)
 
 
 def _without_contents(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -197,7 +223,7 @@ def _without_contents(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return map_tensors(emptied, result)
 
 
-def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
+def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]], unknown: _Unknown) -> Any:
     """Turn tensors that the call changed in place into meta tensors, because their new values are unknown."""
     back = {}
     for tensor, copy in changed:
@@ -206,7 +232,11 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
                 "cannot write values computed on the meta device into a view of a tensor with real values, because "
                 "the tensor's values would be lost"
             )
-        torch.utils.swap_tensors(tensor, copy)
+        try:
+            torch.utils.swap_tensors(tensor, copy)
+        except RuntimeError:  # other code, such as the graph, refers to the tensor
+            unknown[id(tensor)] = tensor, copy
+            continue
         back[id(copy)] = tensor
     return map_tensors(lambda tensor: back.get(id(tensor), tensor), result) if back else result
 

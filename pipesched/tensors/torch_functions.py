@@ -26,6 +26,8 @@ __all__ = [
 
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
 READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # values as plain Python objects
+_LIKE_FIRST = {"new_ones", "new_zeros", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
+_LIKE_SECOND = {"expand_as", "view_as", "reshape_as", "type_as"}
 _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 #: Queries that cannot be answered for a tensor that is in another stage.
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
@@ -64,6 +66,12 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
         )
         return in_slices or any(tensor.dtype is torch.bool for tensor in tensors_in(index))
     return name in _SHAPED or (name == "where" and len(args) == 1)
+
+
+def only_looked_at(name: str, args: Sequence[Any]) -> int | None:
+    """Return the position of the argument of which a function reads only shape, dtype and device; None if none."""
+    place = 0 if name in _LIKE_FIRST else 1 if name in _LIKE_SECOND else len(args)
+    return place if place < len(args) and isinstance(args[place], Tensor) else None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -122,6 +122,22 @@ class Shifts(Text):
         return self.head(x).square().mean()
 
 
+class Measured(Text):
+    """Makes masks from the shapes of a layer's result, and branches on their values."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids))
+        known = x.new_ones(x.shape[:2]).masked_fill(mask == 0, 0)
+        place = (mask == 0).unsqueeze(-1).expand_as(x)
+        if x[place].numel() > x.numel() // 4:
+            x = x * 0.5
+        for block in self.blocks[1:]:
+            x = block(x)
+        if not known.all():
+            x = x * known.unsqueeze(-1)
+        return self.head(x).square().mean()
+
+
 class Shaped(Text):
     """Branches on a shape that the sample does not have."""
 
@@ -235,7 +251,7 @@ class MaskedSometimes(Masked):
 
 
 #: Models whose branches depend on the inputs alone.
-BY_INPUT: Sequence[type[Text]] = (Padded, Longest, Nested, Exits, Shifts, Resized, Remembers, Selected)
+BY_INPUT: Sequence[type[Text]] = (Padded, Longest, Nested, Exits, Shifts, Resized, Remembers, Selected, Measured)
 #: Models whose branches depend on random numbers.
 BY_CHANCE: Sequence[type[Text]] = (Dropped, DroppedByTorch, DroppedByNumpy, DroppedChecked, Masked, MaskedSometimes)
 
