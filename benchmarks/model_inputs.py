@@ -199,11 +199,21 @@ class _Maker:
                     return value
         return default
 
+    def marked(self) -> Tensor:
+        """Return the tokens that stand for images, video or sound."""
+        settings = (item for part in parts_of(self.config) for item in vars(part).items())
+        found = {mark for name, mark in settings if re.search("(image|video|audio).*token_(id|index)$", name)}
+        return torch.tensor([mark for mark in found if isinstance(mark, int)])
+
     def words(self, *shape: int, high: int | None = None) -> Tensor:
+        """Return random tokens that stand for text."""
         known = self.get("vocab_size", default=high or LAST_WORD)
         size = min(LAST_WORD, high or known, known if isinstance(known, int) else LAST_WORD)
         low = FIRST_WORD if size > FIRST_WORD + 2 else 0
-        return torch.randint(low, size, shape, generator=self.draw)
+        found = torch.randint(low, size, shape, generator=self.draw)
+        marked = self.marked()
+        text = next(word for word in range(low, size) if word not in marked)
+        return torch.where(torch.isin(found, marked), text, found)
 
     def noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.draw)
