@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "runs" / "architectures.jsonl"
 LIMIT_S = 240
-MEMORY_BYTES = 12 << 30
+MEMORY_BYTES = 20 << 30
 HEAD = re.compile(r"For[A-Z]|LMHead|DoubleHeads|WithProjection")
 
 
