@@ -388,7 +388,14 @@ def test_code_that_fails_on_stand_ins_is_found_when_the_pipeline_is_made(
     place = rf"in stage 1, {error} is raised at .*test_values_between_layers\.py:\d+ \(.*\)"
     value = r"the code uses (the result of layers\.\d \(stage 0\)|input 'x')"
     with pytest.raises(GraphError, match=f"{place}; {value}; move this code into the layer that returns the tensor"):
-        Pipeline(made(with_code(after)), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
+        Pipeline(
+            made(with_code(after)),
+            FLOATS[:2],
+            devices=["cpu"] * 2,
+            loss_fn=square,
+            schedule="1f1b",
+            boundaries=["layers.2"],
+        )
 
 
 class Keeping(nn.Module):
