@@ -11,6 +11,7 @@ from pipesched import Pipeline
 from pipesched.capture.layered_model import layered
 from pipesched.errors import GraphError
 from pipesched.model import collected_outputs
+from pipesched.model.module_tree import recorders_of
 from pipesched.testing import reference_step
 from pipesched.torch_checks import as_call
 from tests.support.models import every_product_deferred
@@ -126,6 +127,20 @@ def test_outputs_have_what_layers_collect() -> None:
     for key in ("attentions", "router_logits"):  # not a row of the batch in dimension 0, so one entry a micro-batch
         for place, parts in enumerate(outputs[key]):
             assert all(torch.equal(part, one[key][place]) for part, one in zip(parts, plain, strict=True))
+
+
+def test_layers_get_the_hooks_of_the_library_once() -> None:
+    def hooks(model: nn.Module) -> list[int]:
+        return [len(recorders_of(module)) for module in model.modules()]
+
+    model, plain = LLAMA(), LLAMA()
+    settings = {"use_cache": False, **HIDDEN}
+    sample = {"input_ids": TOKENS[:2], "labels": TOKENS[:2], **settings}
+    with Pipeline(model, sample, devices=["cpu"] * 3, schedule="1f1b", num_microbatches=4) as pipe:
+        pipe.step(input_ids=TOKENS, labels=TOKENS, **settings)
+    plain(input_ids=TOKENS, labels=TOKENS, **settings)
+    assert hooks(model) == hooks(plain)
+    assert max(hooks(plain)) == 1
 
 
 def test_stages_begin_between_layers_with_routers() -> None:
