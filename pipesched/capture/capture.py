@@ -72,7 +72,8 @@ class Call:
     transform: bool = False
     #: Position of a tensor argument that a transform returned -> the argument's Value. See ``Transforms``.
     adopts: dict[int, Value] = field(default_factory=dict)
-    #: What a layer hands to the code through the transformers library; see ``pipesched.model.collected_outputs``.
+    #: The entries that a layer appends to the lists of outputs of the transformers library; see
+    #: ``pipesched.model.collected_outputs``.
     collected: tuple[Collected, ...] = ()
     #: The number of values in ``collected`` that the call neither takes nor returns. They follow the results.
     num_collected: int = 0
@@ -185,6 +186,11 @@ class Capture:
             if not own and taken:
                 free.add(call.index)
         return frozenset(free)
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The names of the parameters and buffers that the calls use."""
+        return frozenset(name for call in self.calls for name in call.uses)
 
     @cached_property
     def first_read(self) -> int:

@@ -277,13 +277,11 @@ class CapturedModel:
         """Return the names of tensors outside of layers that a stage uses, and of those that it only holds."""
         calls = self.primary_capture.calls
         own = [calls[index] for index in sorted(self.parts(cut)[self.primary][stage].own)]
-        known = {name for call in calls for name in call.uses}
-        used = {name for capture in self.captures.values() for call in capture.calls for name in call.uses}
-        others = [
-            name for name, stages in self.homes(cut, False).stages.items() if stage in stages and name not in known
-        ]
-        loose = [*(name for call in own for name in call.loose), *(name for name in others if name in used)]
-        return loose, [name for name in others if name not in used]
+        used = frozenset().union(*(capture.uses for capture in self.captures.values()))
+        held = [name for name, stages in self.homes(cut, False).stages.items() if stage in stages]
+        others = [name for name in held if name in used - self.primary_capture.uses]
+        loose = [*(name for call in own for name in call.loose), *others]
+        return loose, [name for name in held if name not in used]
 
     def _starts(self, capture: Capture, cut: StageLayers, homes: Homes | None = None) -> list[int]:
         """Return the index of each stage's first call. A stage has no calls if the forward skips all its layers.

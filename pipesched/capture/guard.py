@@ -132,7 +132,7 @@ def _unknown(capture: Capture) -> set[int]:
 
 
 def _values_read(capture: Capture, call: Call) -> list[Value]:
-    """Return the values that a call takes, except one of which it reads only the shape, dtype and device."""
+    """Return the values whose contents a call reads. Some functions only ask one argument for its shape and dtype."""
     looked_at = _looked_at(capture, call)
     if looked_at is None:
         return [*call.takes]

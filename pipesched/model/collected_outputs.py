@@ -99,7 +99,14 @@ def more_given(
 
 
 def collect(collected: Iterable[Collected], taken: Sequence[Any], given: Sequence[Any]) -> None:
-    """Append what a skipped call would append. ``taken`` and ``given`` hold its arguments and the values it gives."""
+    """Append to the library's lists the entries of a call that is skipped.
+
+    Args:
+        collected: the descriptions of the entries.
+        taken: the call's tensor arguments.
+        given: the values that the call gives.
+
+    """
     lists = _lists()
     for key, pattern, sources in collected:
         tensors = [given[source] if source >= 0 else taken[~source] for source in sources]

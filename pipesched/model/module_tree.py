@@ -124,9 +124,9 @@ def installs_recorders(model: nn.Module) -> bool:
     before = sum(len(recorders_of(module)) for module in model.modules())
     if capturing is not None:
         for module in model.modules():
+            records = getattr(module, "_can_record_outputs", None)
             # the library installs hooks in all descendants, again in those that have hooks
-            hooked = any(recorders_of(part) for part in module.modules())
-            if getattr(module, "_can_record_outputs", None) and not hooked:
+            if records and not any(recorders_of(part) for part in module.modules()):
                 capturing.maybe_install_capturing_hooks(module)
     return sum(len(recorders_of(module)) for module in model.modules()) > before
 

@@ -23,8 +23,8 @@ from pipesched.tensors.torch_insides import DispatchMode, hooks_on, schema_of
 __all__ = [
     "GROWING",
     "attributes_kept",
-    "buffers_kept",
     "attributes_of",
+    "buffers_kept",
     "has_attributes",
     "is_of_user",
     "names_of",

@@ -154,7 +154,7 @@ class Beside(TorchFunctionMode):
             ) from error
 
     def _with_looks(self, func: Any, args: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Replace a meta tensor of which a function reads only the shape, so that the result may have values."""
+        """Replace a meta tensor that a function only asks for its shape. The function's result can then have values."""
         place = only_looked_at(name_of(func), args)
         if place is None or not args[place].is_meta or args[place].layout != torch.strided:
             return args, tensors

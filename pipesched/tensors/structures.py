@@ -121,7 +121,7 @@ def _object_structure(value: Any) -> Structure | None:
 
 
 def _base_of(kind: type) -> type:
-    """Return the class, implemented in C, that decides what the instances of a class contain besides attributes."""
+    """Return the nearest base class that is implemented in C, such as object, dict or list."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _MADE_IN_PYTHON)
 
 
@@ -143,9 +143,13 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 def object_tensors(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Iterate over the tensors in an object whose class pipesched does not know; over none for any other value."""
-    parts = None if id(value) in above else structure_of(value)
-    held = parts.values if parts is not None and (parts.is_object or above) else _held(value) if parts is None else ()
-    for one in () if id(value) in above else held:
+    if id(value) in above:
+        return
+    parts = structure_of(value)
+    held = _held(value) if parts is None else ()
+    if parts is not None and (parts.is_object or above):
+        held = parts.values
+    for one in held:
         if isinstance(one, Tensor):
             yield one
         else:
@@ -153,7 +157,7 @@ def object_tensors(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
 
 
 def _held(value: Any) -> Sequence[Any]:
-    """Return what a function or a container holds that cannot be taken apart."""
+    """Return the variables of a closure or the entries of a set or deque; nothing for other values."""
     if isinstance(value, FunctionType):
         with suppress(ValueError):  # a variable that is not set yet
             return list(inspect.getclosurevars(value).nonlocals.values())

@@ -21,6 +21,7 @@ __all__ = [
     "is_shaped_by_contents",
     "memory_at",
     "name_of",
+    "only_looked_at",
     "version_of",
 ]
 
@@ -69,7 +70,10 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
 
 
 def only_looked_at(name: str, args: Sequence[Any]) -> int | None:
-    """Return the position of the argument of which a function reads only shape, dtype and device; None if none."""
+    """Return the position of the argument that a function such as ``new_ones`` only asks for shape, dtype and device.
+
+    Returns None if there is no such argument.
+    """
     place = 0 if name in _LIKE_FIRST else 1 if name in _LIKE_SECOND else len(args)
     return place if place < len(args) and isinstance(args[place], Tensor) else None
 

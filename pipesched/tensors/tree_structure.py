@@ -140,22 +140,30 @@ class _Opaque(_Place):
         return self._value
 
 
-class _Tree(_Place):
-    """Nested containers with their parts."""
+class _Whole(_Place):
+    """A value with parts. Values of equal ``form`` have the same number of parts."""
 
-    def __init__(self, kind: type, spec: pytree.TreeSpec, parts: Sequence[_Place]) -> None:
-        self.kind = kind
-        self._spec = spec
+    def __init__(self, form: Any, parts: Sequence[_Place]) -> None:
+        self._form = form
         self._parts = parts
 
     def is_like(self, other: Any) -> bool:
-        if not isinstance(other, _Tree) or self._spec != other._spec:
+        if type(other) is not type(self) or self._form != other._form:
             return False
         return all(one.is_like(part) for one, part in zip(self._parts, other._parts, strict=True))
 
     def opaque(self) -> Iterator[Any]:
         for part in self._parts:
             yield from part.opaque()
+
+
+class _Tree(_Whole):
+    """Nested containers with their parts."""
+
+    def __init__(self, kind: type, spec: pytree.TreeSpec, parts: Sequence[_Place]) -> None:
+        super().__init__(spec, parts)
+        self.kind = kind
+        self._spec = spec
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         leaves = [part.build(tensors, numbers, objects) for part in self._parts]
@@ -165,22 +173,12 @@ class _Tree(_Place):
             return _unchecked(iter(leaves), self._spec)
 
 
-class _Object(_Place):
+class _Object(_Whole):
     """An object that is no pytree node, with its parts."""
 
     def __init__(self, structure: Structure, parts: Sequence[_Place]) -> None:
-        self._form = structure.kind, list(structure.keys)
+        super().__init__((structure.kind, list(structure.keys)), parts)
         self._rebuilt = structure.rebuilt
-        self._parts = parts
-
-    def is_like(self, other: Any) -> bool:
-        if not isinstance(other, _Object) or self._form != other._form:
-            return False
-        return all(one.is_like(part) for one, part in zip(self._parts, other._parts, strict=True))
-
-    def opaque(self) -> Iterator[Any]:
-        for part in self._parts:
-            yield from part.opaque()
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
         made = self._rebuilt([part.build(tensors, numbers, objects) for part in self._parts])
@@ -255,7 +253,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Taken(NamedTuple):
-    """What a call takes: the tensors and the objects among its arguments, and the tensors in these objects."""
+    """The tensors and the objects among the arguments of a call, and the tensors in these objects."""
 
     tensors: Sequence[Tensor]
     objects: Sequence[Any] = ()

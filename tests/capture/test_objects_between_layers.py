@@ -247,7 +247,7 @@ def test_an_object_that_layers_pass_on_stays_the_same_object() -> None:
 
 
 class Woven(Plain):
-    """Objects of which each refers to all objects before it."""
+    """Contains objects that each refer to all earlier objects."""
 
     def __init__(self, tensors: Any, mask: Any) -> None:
         super().__init__(tensors, mask)
