@@ -15,7 +15,7 @@ from torch import distributed
 from pipesched.program.actions import Action, Kind
 from pipesched.runtime.coordination import stuck_collectives as stuck
 from pipesched.runtime.coordination.failure_alarm import Alarm
-from pipesched.runtime.coordination.failure_notices import Fault
+from pipesched.runtime.coordination.failure_notices import Fault, told
 from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed, doing_at
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.executors.interpreter import Stamps
@@ -216,6 +216,24 @@ def test_a_lost_store_is_to_blame_before_ranks_of_other_pipelines_that_have_ende
     alarm._job = SimpleNamespace(add=lost, check=lost)  # type: ignore[assignment]
     alarm._elsewhere = {1: alarm._own._replace(name="rank 1", rank=1, port=1)}  # nothing listens at this port
     assert alarm.ring("a connection was lost", "waits").who == "rank 0"
+    alarm.end()
+
+
+def test_a_stranger_at_the_port_of_a_closed_pipeline_puts_no_blame_on_its_rank() -> None:
+    """The operating system gives the port of a closed pipeline to another process, which accepts and says nothing."""
+    import socket
+
+    job = distributed.HashStore()
+    alarm = Alarm(_Group(0, 1), ["rank 2"], "127.0.0.1", 30.0)
+    alarm.activity.end()
+    alarm._job = job
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        there = alarm._own._replace(name="rank 1", rank=1, port=stranger.getsockname()[1])
+        alarm._elsewhere = {1: there}
+        job.set("pipesched/alarms/1/signed off", "")
+        assert alarm.ring("no data arrived", "waits").who == "rank 2"
+        answers = told(Fault("rank 2", "", False), [alarm._own, there._replace(name="rank 2")], 0.2)
+        assert isinstance(answers["rank 2"], State), "a rank that answers at one of its addresses is alive"
     alarm.end()
 
 

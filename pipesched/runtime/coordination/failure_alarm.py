@@ -312,8 +312,13 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """Return the replies, without the replies of ranks that have closed their pipelines and are not to blame."""
-        numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
+        """Return the replies, without the ranks that have closed all their pipelines and are not to blame.
+
+        Such a rank may seem silent, because the port of a closed pipeline may belong to another process by now.
+        """
+        numbers = {
+            number for number, address in self._elsewhere.items() if not isinstance(answers.get(address.name), State)
+        }
         job = self._job
         if job is None or not numbers:
             return dict(answers)
@@ -323,7 +328,7 @@ class Alarm:
                 _PATIENCE_S / 2,
             )
         blamable = {self._elsewhere[number].name for number in numbers}
-        return {name: answer for name, answer in answers.items() if answer != ENDED or name in blamable}
+        return {name: answer for name, answer in answers.items() if isinstance(answer, State) or name in blamable}
 
     # ---- a fault ----------------------------------------------------------------------------------------------
 

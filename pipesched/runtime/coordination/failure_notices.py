@@ -64,12 +64,16 @@ def told(
             for key, _ in selector.select(0.05):
                 key.data.go_on(selector)
     answers: dict[str, State | str] = {}
-    for call in calls:  # a rank with several pipelines is alive if one of its alarms replies
+    for call in calls:
         answer = call.end()
         name = call.address.name
-        if answer != ENDED or name not in answers:
-            answers[name] = answer
+        answers[name] = max(answers.get(name, ENDED), answer, key=_certainty)
     return answers
+
+
+def _certainty(answer: State | str) -> int:
+    """Return a larger number for a reply that says more: a rank with several pipelines lives if one alarm replies."""
+    return 2 if isinstance(answer, State) else (ENDED, SILENT).index(answer)
 
 
 class _Call:
