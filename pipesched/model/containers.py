@@ -24,6 +24,7 @@ from pipesched.model.attributes import Attributes, attribute, set_attributes
 from pipesched.model.module_tree import hooks_of, is_recorder
 from pipesched.model.padded_encoder import container_class
 from pipesched.model.state_guard import same_bits
+from pipesched.tensors.tensor_attributes import with_copied_attributes_of
 from pipesched.tensors.torch_insides import is_compiled
 
 __all__ = ["MetaTwin", "Shells", "Twin", "as_whole", "find_layers", "is_small"]
@@ -384,7 +385,8 @@ class MetaTwin(Twin):
 
 def _without_contents(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    made = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    return with_copied_attributes_of(tensor, made)
 
 
 def _is_needed(hook: Any) -> bool:

@@ -42,8 +42,8 @@ GROWING = (list, dict, set, deque)  # these types and subclasses, such as a modu
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     """Return all modules, containers, tensors, generators and classes reachable from the roots, without duplicates.
 
-    The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
-    globals of functions, methods and partials. The search does not look into other objects.
+    The search follows attributes of modules, tensors and classes, items of containers, and the closures, defaults and
+    named globals of functions, methods and partials. The search does not look into other objects.
     """
     kinds = (*_HOLDERS, type, *(_FUNCTIONS if functions else ()))
     found: dict[int, Any] = {}
@@ -81,15 +81,20 @@ def _parts(one: Any) -> Iterable[Any]:
     if isinstance(one, nn.Module):  # scripted modules store their attributes in separate tables
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
         return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
-    if isinstance(one, dict | type):
-        return one.values() if isinstance(one, dict) else _holders(attributes_of(one).values())
+    if isinstance(one, dict) or _is_plain(one):
+        return one.values() if isinstance(one, dict) else one.__dict__.values()
+    if isinstance(one, type):
+        return _holders(attributes_of(one).values())
     if isinstance(one, list | tuple | set | deque):
         return _holders(one, *_FUNCTIONS)
-    if isinstance(one, types.MethodType):
-        return [one.__self__]
-    if isinstance(one, partial):
-        return [one.func, one.args, one.keywords]
+    if isinstance(one, types.MethodType | partial):
+        return [one.__self__] if isinstance(one, types.MethodType) else [one.func, one.args, one.keywords]
     return _parts_of_function(one) if isinstance(one, types.FunctionType) else ()
+
+
+def _is_plain(one: Any) -> bool:
+    """Return whether a value is a tensor whose attributes are the user's. A subclass may keep its contents there."""
+    return type(one) in (Tensor, nn.Parameter)
 
 
 def _holders(values: Iterable[Any], *also: type) -> list[Any]:
@@ -114,8 +119,8 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the attributes of modules and the contents of these attributes after the ``with`` block.
 
-    Attributes of modules and classes are then the same objects as before. Lists, dicts and sets have the same items,
-    objects such as configurations have the same attributes, and random generators have the same state.
+    Attributes of modules, tensors and classes are then the same objects as before. Lists, dicts and sets have the same
+    items, objects such as configurations have the same attributes, and random generators have the same state.
     """
     with _attributes_kept(_held_by(modules)):
         yield
@@ -123,7 +128,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _attributes_kept(held: list[Any]) -> Iterator[None]:
-    tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
+    tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module) or _is_plain(one)]
     classes = [(one, attributes_of(one)) for one in held if isinstance(one, type) and is_of_user(one)]
     known = [*tables, *(own for _, own in classes)]
     parts = {id(part): part for table in known for part in table.values() if has_attributes(part)}

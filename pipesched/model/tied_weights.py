@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipesched.tensors.exchange import Move, Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import give_contents
+from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.tree_structure import map_tensors
 
 __all__ = ["Place", "Ties", "Use", "deliver", "with_stand_ins"]
@@ -40,6 +41,7 @@ def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None
         give_contents(leaf, parameter.data.to(device))
     elif leaf.data_ptr() != parameter.data_ptr():
         leaf.data = parameter.detach().to(device)
+    with_attributes_of(parameter, leaf)
 
 
 def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:

@@ -1,22 +1,31 @@
 """Autograd bridge: connects a pipeline's runs to the caller's autograd graph at the model's inputs and outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from pipesched.errors import ExecutionError, InputError
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.stage.step_data import StepData
+from pipesched.tensors.function_transforms import batches_gradients, running_transform, title
 from pipesched.tensors.payload import Payload
 from pipesched.tensors.row_join import OutputRows
 from pipesched.tensors.rows import ROWS_PAGE
 from pipesched.tensors.structures import object_tensors
+from pipesched.tensors.torch_insides import runs_in_backward
+from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["OpenPass", "attach", "deliver_input_grads"]
+__all__ = ["OpenPass", "attach", "check_derivatives", "deliver_input_grads"]
+
+_REMEDY = (
+    "compute such a derivative with the model itself, which has the pipeline's weights, and the rest of the loss with "
+    "the pipeline"
+)
 
 
 @dataclass
@@ -26,19 +35,28 @@ class OpenPass:
     batch: Batch
     step_data: StepData
     run_backwards: Callable[[], Any]
+    parameters: Callable[[], Iterable[nn.Parameter]]  #: returns the parameters whose gradients the passes change
     weighting: Weighting | None = None  #: the weighting of the loss, if the loss is among the outputs
 
-    def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    def backward(self, grads: tuple[Tensor | None, ...], *, accumulates: bool) -> list[Tensor | None]:
         """Run the pipeline's backward passes, given the gradients of the whole batch's outputs.
 
-        Returns the gradients of the inputs that require gradients, ordered by micro-batch.
+        ``accumulates`` states whether the gradients of parameters are added to their ``.grad``, or dropped. Returns the
+        gradients of the inputs that require gradients, ordered by micro-batch.
         """
         given = iter(grads)
         self.step_data.output_grads = [
             tuple(_beside(next(given), piece) for piece in self.step_data.outputs[microbatch].wanted)
             for microbatch in range(len(self.batch.rows))
         ]
-        self.run_backwards()
+        before = [] if accumulates else [(one, one.grad) for one in self.parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
+        try:
+            self.run_backwards()
+        finally:
+            for parameter, grad in before:
+                parameter.grad = grad
         return [
             _beside(grad, tensor)
             for microbatch, tensors in enumerate(self.batch.wanted_inputs())
@@ -62,11 +80,26 @@ def attach(opened: OpenPass, joins: OutputRows) -> Any:
     values = [output.value for output in outputs]
     if any(wanted):
         inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True).clone()  # no leaf, so that the engine tells whether it goes there
         pieces = tuple(piece.detach() for piece in chain.from_iterable(wanted))  # the step data keeps the originals
         results = iter(_Through.apply(opened, pieces, anchor, *inputs))  # type: ignore[no-untyped-call]
         values = [output.with_wanted(tuple(islice(results, len(output.wanted)))) for output in outputs]
     return opened.batch.gathered(values, opened.weighting, joins)
+
+
+def check_derivatives(inputs: Any) -> None:
+    """Raise InputError if the caller's code computes derivatives that a pipeline does not pass on."""
+    frame = running_transform()
+    if frame is not None:
+        raise InputError(
+            f"a pipeline may not be called inside a function transform, because its ranks run in other threads; it was "
+            f"called inside {title(frame)}; {_REMEDY}"
+        )
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(inputs)):
+        raise InputError(
+            f"a pipeline has derivatives in backward mode only; an input has a tangent of forward mode "
+            f"(torch.autograd.forward_ad); {_REMEDY}"
+        )
 
 
 def _check_objects(outputs: Sequence[Payload]) -> None:
@@ -97,7 +130,8 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 class _Through(torch.autograd.Function):
     """The autograd node that connects the pipeline's inputs to its outputs in the caller's graph.
 
-    The backward of this node runs the backward passes of the pipeline.
+    The backward of this node runs the backward passes of the pipeline. ``torch.autograd.grad`` does not run the node of
+    the anchor: then the gradients of parameters are dropped, as without a pipeline.
     """
 
     @staticmethod
@@ -107,8 +141,17 @@ class _Through(torch.autograd.Function):
         return tuple(output.data for output in outputs)  # ``opened`` must not hold the results, which hold ``ctx``
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ExecutionError(
+                f"the outputs of a pipeline may be differentiated once, because its backward passes build no graph of "
+                f"the derivatives; this backward was called with create_graph=True; {_REMEDY}"
+            )
+        if batches_gradients():
+            raise ExecutionError(
+                f"the outputs of a pipeline take one gradient at a time; this backward was called with "
+                f"is_grads_batched=True, as torch.autograd.functional does with vectorize=True; {_REMEDY}"
+            )
         opened = ctx.opened
         ctx.opened = None
         if opened is None:
@@ -117,4 +160,5 @@ class _Through(torch.autograd.Function):
                 "this output was differentiated a second time; add the losses and call backward once, or call forward "
                 "again"
             )
-        return None, None, None, *opened.backward(grads)
+        (anchor, _), *_ = ctx.next_functions
+        return None, None, None, *opened.backward(grads, accumulates=runs_in_backward(anchor))

@@ -13,7 +13,7 @@ from pipesched.capture.label_counts import labels_in
 from pipesched.errors import InputError
 from pipesched.model.agreement import Facts, modes_of_model
 from pipesched.model.stale_weights import StaleGuard
-from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
+from pipesched.pipeline.autograd_bridge import OpenPass, attach, check_derivatives, deliver_input_grads
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_loss import explain_backward, without_attributes
@@ -174,6 +174,7 @@ class StepRunner:
         running = self._running
         host = running.host
         differentiated = torch.is_grad_enabled() and self._model.training
+        check_derivatives((args, kwargs))
 
         def make() -> StepCall:
             if differentiated and not isinstance(host, ThreadRanks):
@@ -212,7 +213,8 @@ class StepRunner:
             with assembly.delivering():
                 host.executor.run(backward_spec, grad=True)
 
-        return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting), self._running.splitter.joins)
+        opened = OpenPass(call.batch, step_data, run_backwards, self._model.parameters, call.weighting)
+        return attach(opened, self._running.splitter.joins)
 
     def abandon(self) -> None:
         """Discard the steps of an asynchronous schedule that are under way."""

@@ -31,6 +31,7 @@ from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.memory_tracker import books_of
 from pipesched.tensors.payload import Payload, PerConsumer, pytree
+from pipesched.tensors.tensor_attributes import with_copied_attributes_of
 
 __all__ = ["StageSizes", "costs_with", "messages_of", "stage_sizes"]
 
@@ -73,7 +74,9 @@ def stage_sizes(
     caller = replace(Caller.here({device.type for device in devices}, grad=True), inference=False)
     model = captured.model
     aliases: dict[str, Tensor] = {
-        f"model.{name}": nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        f"model.{name}": with_copied_attributes_of(
+            parameter, nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        )
         for name, parameter in model.named_parameters()
     }
 

@@ -29,6 +29,7 @@ from pipesched.tensors.graph_edges import check_layouts, edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
 from pipesched.tensors.payload import Payload, trainable_leaves
+from pipesched.tensors.tensor_attributes import with_copied_attributes_of
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Subject", "TimingRun"]
@@ -385,4 +386,5 @@ def _copies(lap: TimingRun, device: torch.device) -> dict[str, Tensor]:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    return stand_in(tensor, device, weight=True) if tensor.is_meta else tensor.detach().to(device, copy=True)
+    copied = stand_in(tensor, device, weight=True) if tensor.is_meta else tensor.detach().to(device, copy=True)
+    return with_copied_attributes_of(tensor, copied)

@@ -5,7 +5,7 @@ torch function that it calls has the transform's frame below it on the Python st
 """
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from inspect import currentframe, getargvalues
 from types import FrameType
 from typing import Any
@@ -15,19 +15,38 @@ from torch import Tensor
 
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["RETURNS_A_FUNCTION", "arguments_of", "call_of", "running_transform", "tensors_of", "title"]
+__all__ = [
+    "RETURNS_A_FUNCTION",
+    "arguments_of",
+    "batches_gradients",
+    "call_of",
+    "running_transform",
+    "tensors_of",
+    "title",
+]
 
 _MODULES = {function.__globals__["__name__"] for function in (torch.func.vmap, torch.func.jvp)}
+#: The module of the loop over batched gradients in ``torch.autograd.grad``.
+_MODULES_OF_BATCHES = {"torch._vmap_internals"}
 #: Transforms that return a function of the inner tensors, which code can call later.
 RETURNS_A_FUNCTION = {torch.func.vjp.__name__, torch.func.linearize.__name__}
 
 
 def running_transform() -> FrameType | None:
     """Return the frame of the outermost function transform that the caller's code runs in, or None."""
+    return _outermost(_MODULES)
+
+
+def batches_gradients() -> bool:
+    """Return whether the caller's code runs in ``torch.autograd.grad`` with ``is_grads_batched=True``."""
+    return _outermost(_MODULES_OF_BATCHES) is not None
+
+
+def _outermost(modules: Collection[str]) -> FrameType | None:
     found = None
     frame = currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") in _MODULES:
+        if frame.f_globals.get("__name__") in modules:
             found = frame
         frame = frame.f_back
     return found

@@ -39,6 +39,7 @@ __all__ = [
     "pytree",
     "recomputes",
     "reset_of",
+    "runs_in_backward",
     "schema_of",
 ]
 
@@ -319,6 +320,49 @@ def recomputes() -> bool:
     return _recomputes()
 
 
+# ---- the nodes that a backward runs ----
+
+
+class _Asks(torch.autograd.Function):
+    """A function whose backward stores, for each of its inputs, whether this backward computes the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, answers: list[bool], *tensors: Tensor) -> Tensor:
+        ctx.answers = answers
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.answers.extend(_runs(node) for node, _ in ctx.next_functions)
+        return None, *[None] * len(ctx.next_functions)
+
+
+def _runs(node: Any) -> bool:
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def _tells_nodes() -> bool:
+    leaf, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    inner = leaf.clone(), other.clone()
+    answers: list[bool] = []
+    torch.autograd.grad(_Asks.apply(answers, *inner), leaf, allow_unused=True)  # type: ignore[no-untyped-call]
+    _Asks.apply(answers, *inner).backward()  # type: ignore[no-untyped-call]
+    return answers == [True, False, True, True]
+
+
+_NODES = Inside(
+    "torch._C._will_engine_execute_node",
+    "torch.autograd.grad must not add to the gradients of weights, and only the engine knows whether it was called",
+    _tells_nodes,
+)
+
+
+def runs_in_backward(node: Any) -> bool:
+    """Return whether the backward pass that is running runs a node of its graph. The node must not be a leaf's."""
+    _NODES.require()
+    return _runs(node)
+
+
 # ---- Python code of torch ----
 
 
@@ -455,6 +499,7 @@ INSIDES: tuple[Inside, ...] = (
     _BASE,
     _HOOKS,
     _RECOMPUTATION,
+    _NODES,
     _ATTENTION,
     _COMPILE_LOCK,
     _COMPILED_CALL,

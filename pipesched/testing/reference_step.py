@@ -31,6 +31,7 @@ from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.tree_structure import positional
 from pipesched.testing.unsplit_model import Unsplit
 from pipesched.torch_checks import as_function, as_seed, as_threads
@@ -249,7 +250,7 @@ class _Unpipelined:
         leaves = {}
         for parameter in parameters:
             if self._uses[id(parameter)] > 1:
-                leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+                leaf = with_attributes_of(parameter, parameter.detach().requires_grad_(parameter.requires_grad))
                 leaves[parameter] = self._leaves.setdefault((name, number, id(parameter)), (parameter, leaf))[1]
         return leaves
 

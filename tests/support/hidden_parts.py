@@ -132,6 +132,13 @@ def offload() -> None:
     step(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), checkpoint={"0": "offload"})
 
 
+def differentiate() -> None:
+    import pipesched
+
+    with pipesched.Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), X[:2], devices=["cpu"] * 2) as pipe:
+        pipe(X).sum().backward()
+
+
 def on_meta(*layers: Any) -> None:
     with torch.device("meta"):
         made = [make() for make in layers]
@@ -164,6 +171,7 @@ PARTS: dict[str, tuple[Any, Any]] = {
         with_hook,
     ),
     "torch.utils.checkpoint.<locals>.unpack_hook": (rename_hooks_of_checkpoint, collect),
+    "torch._C._will_engine_execute_node": (lambda: delattr(torch._C, "_will_engine_execute_node"), differentiate),
     "torch.nn.functional.multi_head_attention_forward.__globals__": (
         lambda: setattr(
             nn.functional, "multi_head_attention_forward", partial(nn.functional.multi_head_attention_forward)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
+from pipesched.tensors.tensor_attributes import with_attributes_of
 
 __all__ = ["BufferCopies", "Buffers", "buffers_of", "own_buffers"]
 
@@ -41,10 +42,13 @@ def buffers_of(modules: Mapping[str, nn.Module]) -> dict[str, Buffers]:
 def _cloned(buffers: Mapping[str, Iterable[tuple[str, Tensor]]]) -> dict[str, Buffers]:
     """Clone buffers. A buffer that several modules share is cloned once, and its clone is shared, too."""
     clones: dict[Tensor, Tensor] = {}
-    return {
-        name: {key: clones[one] if one in clones else clones.setdefault(one, one.clone()) for key, one in own}
-        for name, own in buffers.items()
-    }
+
+    def clone(buffer: Tensor) -> Tensor:
+        if buffer not in clones:
+            clones[buffer] = with_attributes_of(buffer, buffer.clone())
+        return clones[buffer]
+
+    return {name: {key: clone(one) for key, one in own} for name, own in buffers.items()}
 
 
 class BufferCopies:
@@ -86,7 +90,7 @@ class BufferCopies:
                     live.detach().copy_(left)
                 else:
                     part, own = places[key]
-                    part._buffers[own] = left.clone()
+                    part._buffers[own] = with_attributes_of(live, left.clone())
 
     @contextmanager
     def as_left(self, copies: Mapping[str, Buffers]) -> Iterator[None]:

@@ -17,6 +17,7 @@ from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_val
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import Payload
+from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.torch_functions import version_of
 
 __all__ = ["RecomputedLayers", "is_dear"]
@@ -109,7 +110,9 @@ class RecomputedLayers:
     def _before(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor]) -> _Seen:
         buffers = _buffers(layer, own)
         moving = self._moving.get((which, _modes(layer)), buffers) if buffers else ()
-        copies = {name: buffer.clone() for name, buffer in buffers.items() if name in moving}
+        copies = {
+            name: with_attributes_of(buffer, buffer.clone()) for name, buffer in buffers.items() if name in moving
+        }
         return _Seen(copies, {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:

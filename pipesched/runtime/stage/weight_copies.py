@@ -24,6 +24,7 @@ from pipesched.errors import ExecutionError, GraphError
 from pipesched.model.module_tree import hooks_of
 from pipesched.tensors.exchange import Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import put_on
+from pipesched.tensors.tensor_attributes import with_attributes_of
 
 __all__ = ["WeightCopies"]
 
@@ -63,10 +64,10 @@ class _WeightCopy:
             settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
             vars(mine).update(settings)
         values = iter(state)
-        for _, mine in self._pairs("named_buffers"):
-            copy_into(mine, next(values))
+        for theirs, mine in self._pairs("named_buffers"):
+            copy_into(with_attributes_of(theirs, mine), next(values))
         for theirs, mine in self._pairs("named_parameters"):
-            copy_into(mine, next(values))
+            copy_into(with_attributes_of(theirs, mine), next(values))
             mine.requires_grad_(theirs.requires_grad)
 
     def taken_grads(self) -> _Tensors:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipesched.program.weight_versions import Uses
 from pipesched.tensors.payload import used_here
+from pipesched.tensors.tensor_attributes import with_attributes_of
 
 __all__ = ["Tensors", "WeightStash"]
 
@@ -127,7 +128,7 @@ class WeightStash:
         version: Tensors = {}
         for name, module in self._modules.items():
             own = {key: p for key, p in module.named_parameters() if p.requires_grad}
-            version[name] = {key: p.data.requires_grad_() for key, p in own.items()}
+            version[name] = {key: with_attributes_of(p, p.data.requires_grad_()) for key, p in own.items()}
             self._live.update(zip(version[name].values(), own.values(), strict=True))
         self._held[self._newest] = version
 
