@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipesched.capture.label_counts import IGNORED, counted_labels, counts
 from pipesched.errors import InputError
 
-__all__ = ["LossReduction", "reduces", "resolve_loss"]
+__all__ = ["LossReduction", "counting", "reduces", "resolve_loss"]
 
 LossReduction = Literal["mean", "sum"]
 _Option = Callable[[str, Any], Any]  # (name, default) -> the option's value
@@ -91,6 +91,14 @@ def resolve_loss(
 def reduces(loss_fn: Any) -> bool:
     """Return whether a loss is a torch loss, whose options determine the reduction and the weights."""
     return _options(loss_fn) is not None
+
+
+def counting(name: str, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """Return a function that computes the divisor of a torch mean loss from its target.
+
+    Returns None if the divisor is proportional to the number of rows. ``options`` has the arguments of the loss.
+    """
+    return _Counted(name, options.get, 0) if _counts(options.get) else None
 
 
 def _options(loss_fn: Any) -> _Option | None:

@@ -93,6 +93,7 @@ class Paths:
         self._used: dict[int, int] = {}
         self._num_batches = 0
         self._guards: dict[Form, list[tuple[Guard, int]]] = {}
+        self._attributes = self._attributes_read()
         leaves, spec = flatten(sample)
         self._keep_guard(form_of_call(leaves, spec), recording.capture, 0, sample)
         #: The number of scouting runs so far.
@@ -111,6 +112,7 @@ class Paths:
         """
         forgotten = self._too_old(len(batch))
         self._forget(forgotten)
+        self._follow_attributes()
         paths: list[int] = []
         new: list[tuple[int, Any, tuple[int, ...]]] = []
         for number, (args, kwargs) in enumerate(batch):
@@ -127,6 +129,7 @@ class Paths:
     def learn(self, found: BatchPaths) -> None:
         """Follow the paths that another rank has found. Raises GraphError if this rank finds other paths."""
         self._forget(found.forgotten)
+        self._follow_attributes()
         for path, (args, kwargs), key in found.new:
             own = self._path_of(args, kwargs, Key(*key))
             if own != path:
@@ -134,6 +137,18 @@ class Paths:
                     f"all ranks must find the same path for a micro-batch; rank 0 found path {path}, and this rank "
                     f"found path {own}; give the model the same attributes and mode on every rank"
                 )
+
+    def _attributes_read(self) -> dict[tuple[str, str], Any]:
+        """Return the current values of the layers' attributes that the code between layers reads."""
+        read = sorted(set().union(*(capture.attributes_read for capture in self.captures.values())))
+        return {(name, key): vars(self._layers[name]).get(key) for name, key in read}
+
+    def _follow_attributes(self) -> None:
+        """Forget the guards if the user has changed such an attribute, because the code may branch on it."""
+        attributes = self._attributes_read()
+        if attributes != self._attributes:
+            self._guards.clear()
+            self._attributes = attributes
 
     def _too_old(self, num_microbatches: int) -> list[int]:
         """Return the paths to forget. The paths of the last batches stay, because their steps may still run."""

@@ -84,7 +84,7 @@ class _Recorder(TorchFunctionMode):
         self._names = self._places.names
         self._layers = layers
         self._positional = positional(model.forward)
-        self._shells = Shells(model, layers, self._layer, layers)
+        self._shells = Shells(model, layers, self._layer, layers, reads=self._capture.attributes_read)
         self._value: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # keeps tensors alive so that no id is reused
         self._memory: dict[int, dict[Value, int]] = {}  # address -> (value there -> its tensor's id)

@@ -123,10 +123,18 @@ class Replay:
         self.draws = capture.draws
         self.wanted = {value for values in part.gives.values() for value in values}
         self.shells = Shells(model, layers, self._layer, called)
-        self.refresh = self.shells.refresh
+        #: layer -> the attributes of the layer that the code between layers reads
+        self.read_of: dict[str, list[str]] = {}
+        for name, attribute in sorted(capture.attributes_read):
+            self.read_of.setdefault(name, []).append(attribute)
         #: The run whose container code is executing; None while a layer runs.
         self.running: Run | None = None
         self._positional = positional(model.forward)
+
+    def refresh(self) -> None:
+        """Copy the current attributes of the containers, and the attributes of layers that their code reads."""
+        self.shells.refresh()
+        self.shells.follow(self.capture.attributes_read)
 
     def run(
         self,
@@ -382,7 +390,12 @@ class Run(TorchFunctionMode):
         if self.stand_ins:
             self.check_real((*args, *kwargs.values()), f"{call} takes")
         collecting = Collecting(layer) if call.collected else None
-        result = self._call(name, call.number, self._replay.called[name], args, kwargs)
+        called = self._replay.called[name]
+        read = {key: vars(called).get(key) for key in self._replay.read_of.get(name, ())}
+        result = self._call(name, call.number, called, args, kwargs)
+        if len(self._replay.parts) > 1 and (changed := [key for key in read if vars(called).get(key) != read[key]]):
+            self._error = replay_errors.changed_attribute(name, changed[0])
+            raise self._error
         return self._ran(call, result, args, kwargs, collecting)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cannot_be_made",
+    "changed_attribute",
     "fails_on_stand_ins",
     "note",
     "other_calls",
@@ -56,6 +57,15 @@ def other_value(replay: "Replay", user: str, value: Value) -> GraphError:
         f"a stage must use the same values as for the sample, because it receives only these; in stage {replay.stage}, "
         f"{user} {_home(replay, value)}{_where(traceback.walk_stack(None))}, which it did not for the sample; "
         f"{_keep_whole(replay)}pass all tensors among which the code chooses to one layer, which chooses"
+    )
+
+
+def changed_attribute(layer: str, attribute: str) -> GraphError:
+    """Return the error of a layer that changes an attribute which code between layers reads."""
+    return GraphError(
+        f"code between layers may read only attributes of layers that their forwards do not change, because other "
+        f"stages run this code at other times; the forward of layer {layer!r} changes its attribute {attribute!r}, and "
+        f"code between layers reads it; let the layer return the value"
     )
 
 

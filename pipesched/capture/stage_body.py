@@ -5,7 +5,7 @@ The last stage also has a Head, which computes the loss.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from pipesched.errors import InputError
 from pipesched.model.sharded_modules import ShardedModules
 from pipesched.tensors.keyed_random import KeyedRandom, outside_state
 from pipesched.user_warning import warn
+
+if TYPE_CHECKING:
+    from pipesched.capture.loss_rule import LossRule
 
 __all__ = ["Body", "CallLayer", "Chain", "Head", "call_with", "loss_entry"]
 
@@ -130,6 +133,9 @@ class Head:
     """Computes the loss on the last stage, with the user's loss function or from the model's own output."""
 
     loss_fn: Callable[[Any, Any], Any] | None
+    #: The rule that the first calls of a user's loss function show. Default: None (the options of a torch loss, or the
+    #: model's own loss).
+    rule: "LossRule | None" = None
 
     def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
         """Compute the scalar loss of one micro-batch. ``own`` replaces the tensors of a loss module.

@@ -149,15 +149,23 @@ class Shells(_Copies):
         call: the function to call in place of each layer.
         called: layer name -> the module that is called for the layer. An attribute set on this module is also set
             on the layer's stand-in in the copied containers, and vice versa.
+        reads: a set to which to add (layer name, attribute) if the containers' code reads a plain value from a layer.
+            Default: reads are not recorded.
 
     """
 
     _shares = False
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, nn.Module], call: LayerCall, called: Mapping[str, nn.Module]
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        call: LayerCall,
+        called: Mapping[str, nn.Module],
+        reads: set[tuple[str, str]] | None = None,
     ) -> None:
         super().__init__(model)
+        self._reads = reads
         self._call = call
         self._called = called
         self._names = {id(layer): name for name, layer in layers.items()}
@@ -165,6 +173,8 @@ class Shells(_Copies):
         self._copies: dict[int, nn.Module] = {}
         #: id of a stand-in -> the layer's name, the layer, and the attributes that both had after the last call
         self._layers: dict[int, tuple[str, nn.Module, dict[str, Any]]] = {}
+        #: layer name -> the layer and its stand-in
+        self._stand_ins: dict[str, tuple[nn.Module, nn.Module]] = {}
         self._classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
@@ -186,6 +196,15 @@ class Shells(_Copies):
             self._contents[id(copy)] = {
                 name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
             }
+
+    def follow(self, reads: Collection[tuple[str, str]]) -> None:
+        """Copy attributes of layers, given as (layer name, attribute), to the layers' stand-ins."""
+        for name, key in reads:
+            layer = self._stand_ins[name][0]
+            _, _, seen = self._layers[id(self._stand_ins[name][1])]
+            value = layer.__dict__.get(key, seen)
+            if value is not seen and value is not seen.get(key, seen):
+                self._stand_ins[name][1].__dict__[key] = seen[key] = value
 
     def reset(self) -> None:
         """Give all copies the current attributes of the originals, and forget all other attributes."""
@@ -249,6 +268,7 @@ class Shells(_Copies):
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
             self._layers[id(copy)] = name, module, dict(module.__dict__)
+            self._stand_ins[name] = module, copy
             copy.__class__ = self._stand_in_class(module)
         return copy
 
@@ -262,10 +282,26 @@ class Shells(_Copies):
                 return self._hand_over(stand_in, args, kwargs)
 
             names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
+            if self._reads is not None:
+                names["__getattribute__"] = self._noting(kind)
             if has_forward:
                 names["forward"] = functools.wraps(kind.forward)(hand_over)
             self._classes[kind, has_forward] = type(kind.__name__, (kind,), names)
         return self._classes[kind, has_forward]
+
+    def _noting(self, kind: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
+        """Return a ``__getattribute__`` that records the plain attributes of stand-ins that code reads."""
+        reads = self._reads
+        assert reads is not None
+        layers = self._layers
+
+        def read(stand_in: nn.Module, key: str) -> Any:
+            value = kind.__getattribute__(stand_in, key)
+            if type(value) in _PLAIN and id(stand_in) in layers and key in kind.__getattribute__(stand_in, "__dict__"):
+                reads.add((layers[id(stand_in)][0], key))
+            return value
+
+        return read
 
     def _hand_over(self, stand_in: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass the call of a stand-in to ``call``."""
@@ -404,6 +440,7 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
+_PLAIN = frozenset([bool, int, float, str, type(None)])
 _GROWING = list, dict, set, deque
 _OF_BUFFERS = "_buffers", "_non_persistent_buffers_set"  # the tables of a module's buffers
 _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.partial

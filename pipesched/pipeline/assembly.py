@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import LayeredModel
+from pipesched.capture.loss_reduction import reduces
+from pipesched.capture.loss_rule import LossRule
 from pipesched.capture.stage_body import Body, Head
 from pipesched.capture.stage_module import Wrap, WrappedBody, wrapped_bodies
 from pipesched.errors import GraphError, ScheduleError
@@ -74,6 +76,8 @@ class AssemblySpec:
     #: Whether a run gathers sharded weights only once. None: as in the plan, or once if there is no plan.
     gather_once: bool | None
     optimizer: Callable[[list[Any]], Optimizer] | None
+    weighs_losses: bool = False  #: whether the first calls of loss_fn show the weights of micro-batches
+    rows_in_front: bool = True  #: whether dim 0 of the batch has the rows
     rules: GradientRules | None = None  #: the clipping, loss scaling and checks of gradients before an update
     #: The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights.
     zero: int = 0
@@ -253,6 +257,11 @@ class Assembly:
         return self._spec.wrap is not None
 
     @property
+    def reads_losses(self) -> bool:
+        """Whether the first calls of loss_fn are read, because it is no loss of torch."""
+        return self._spec.loss_fn is not None and not reduces(self._spec.loss_fn)
+
+    @property
     def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.stage_cut.cut
@@ -344,7 +353,7 @@ class Assembly:
                 for module in modules.values():
                     put_on(module, device)
             ties = self.ties.for_layers(body.layers, device)
-            head = Head(loss_fn) if last else None
+            head = Head(loss_fn, self._loss_rule(index, part)) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
             if isinstance(body, WrappedBody):
@@ -356,6 +365,31 @@ class Assembly:
             stages[index].gradients = self._gradients(index)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
         return dict(sorted(stages.items()))
+
+    def _loss_rule(self, stage: int, part: int) -> LossRule | None:
+        """Return the rule that the first calls of the user's loss function show; None for losses of torch."""
+        spec = self._spec
+        if spec.loss_fn is None or reduces(spec.loss_fn):
+            return None
+        here = {id(tensor) for layer in self.bodies[part].layers.values() for tensor in layer.parameters()}
+        here = here - {id(parameter) for parameter in self.ties.parameters} if stage == part else set()
+        programs = self.programs.full
+        stage_of = {
+            id(parameter): place
+            for place, body in enumerate(self.bodies)
+            for layer in body.layers.values()
+            for parameter in layer.parameters()
+        }
+        places = {
+            id(parameter): f"the weight {name!r} of stage {stage_of.get(id(parameter))}"
+            for name, parameter in spec.model.named_parameters()
+            if id(parameter) not in here or programs.plain.has_updates
+        }
+
+        def elsewhere(tensor: Tensor) -> str:
+            return places.get(id(tensor), "") if tensor.requires_grad else ""
+
+        return LossRule(weighs=spec.weighs_losses, rows_in_front=spec.rows_in_front, elsewhere=elsewhere)
 
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
         """Check that the program can run stages whose weights are sharded across several processes."""

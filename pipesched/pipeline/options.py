@@ -93,8 +93,8 @@ class Numerics:
         loss_weight: a function that maps the target of a micro-batch (the inputs if there is no target) to the weight
             of the micro-batch in the loss. Default: the micro-batch's number of rows, or the number of labels over
             which a torch.nn loss or the model's own loss averages.
-        loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
-            else "mean".
+        loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss;
+            for any other loss_fn, what its first calls show; for the model's own loss, "mean".
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",
             just as a single forward over the whole batch would. Default: "micro-batch".
         intra_op_threads: the number of CPU threads per rank. Default: 1.

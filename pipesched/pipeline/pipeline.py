@@ -206,6 +206,8 @@ class Pipeline(SavingInterface):
                 wrap=wrap,
                 gather_once=distributed.gather_once,
                 optimizer=optimizer,
+                weighs_losses=numerics.loss_weight is None and numerics.loss_reduction is None,
+                rows_in_front=numerics.split_dims == 0,
                 rules=numerics.gradient_rules(
                     self._parameter_order,
                     has_optimizers=optimizer is not None,

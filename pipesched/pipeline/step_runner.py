@@ -37,11 +37,13 @@ from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.layer_values import LayerValues
 from pipesched.units import counted
 
 __all__ = ["StepRunner"]
 
 _NO_UPDATES: Mapping[int, Uses] = {}
+_READ_STEPS = 2  # the number of first steps in which the tensors that layers make are recorded
 
 
 class StepRunner:
@@ -109,6 +111,8 @@ class StepRunner:
             return self._enqueue(call, metrics)
         programs = self._orders.of(call.batch)
         step_data = call.step_data(running.seed, running.step, metrics, replica=running.host.grid.replica)
+        if assembly.reads_losses and running.step < _READ_STEPS:
+            step_data.layer_values = LayerValues()
         rules = assembly.rules
         if rules is not None:
             step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])

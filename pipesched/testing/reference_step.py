@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipesched.capture.capture import Capture
 from pipesched.capture.layered_model import as_model
-from pipesched.capture.loss_reduction import LossReduction, resolve_loss
+from pipesched.capture.loss_reduction import LossReduction, reduces, resolve_loss
+from pipesched.capture.loss_rule import LossRule
 from pipesched.capture.recorder import record
 from pipesched.capture.whole_layers import as_whole_layers, opened
 from pipesched.checks import is_count, shown
@@ -129,7 +130,8 @@ def reference_step(
     seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
-    step_data = StepData(seed, step, batch.inputs, factors=factors)
+    step_data = StepData(seed, step, batch.inputs, targets=batch.targets, factors=factors)
+    rule = _rule(loss_fn, loss_weight, loss_reduction, rows_in_front=split_dims == 0)
     norms = MiniBatchNorms(batch_norm, ThreadRanks([], 1))
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     try:
@@ -139,12 +141,13 @@ def reference_step(
         num_parts = num_replicas if reduction_order == "sequential" else num_tree_groups(len(factors))
         parts = _PartSums(modules, num_parts, reduction_order)
         with norms.counting():
-            for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
+            for microbatch, (inputs, by_rows) in enumerate(zip(batch.inputs, factors, strict=True)):
                 if microbatch and microbatch % (len(factors) // num_parts) == 0:
                     run.deliver()
                     total = parts.end(total)
                 target_part = batch.targets[microbatch] if batch.targets else None
-                loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
+                loss = run.loss(inputs, target_part, Key(seed, step, microbatch), rule)
+                factor = by_rows if rule is None else rule.factor(by_rows, microbatch, factors, batch.targets)
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 run.backward([] if factor == 0 else [root])
                 total = root.detach() if total is None else total + root.detach()
@@ -154,6 +157,13 @@ def reference_step(
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
     return with_added(total, step_data.added, weighting)
+
+
+def _rule(loss_fn: Any, loss_weight: Any, loss_reduction: Any, *, rows_in_front: bool) -> LossRule | None:
+    """Return the rule that the first calls of a user's loss function show; None if its weights are known."""
+    if loss_fn is None or reduces(loss_fn) or loss_weight is not None or loss_reduction is not None:
+        return None
+    return LossRule(weighs=True, rows_in_front=rows_in_front, elsewhere=lambda tensor: "")
 
 
 def _split(splitter: Splitter, given: GivenBatch, *, has_loss_fn: bool, num_replicas: int) -> Batch:
@@ -254,13 +264,14 @@ class _Unpipelined:
                 leaves[parameter] = self._leaves.setdefault((name, number, id(parameter)), (parameter, leaf))[1]
         return leaves
 
-    def loss(self, inputs: Any, target: Any, key: Key) -> Tensor:
+    def loss(self, inputs: Any, target: Any, key: Key, rule: LossRule | None) -> Tensor:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         args, kwargs = inputs
         with Caller.here([device.type], grad=True).autocast():
             output = self._unsplit(key, args, kwargs)
             if self._loss_fn is not None:
-                loss: Tensor = self._unsplit.loss(self._loss_fn, key, output, target)
+                compute = partial(self._unsplit.loss, self._loss_fn, key, output, target)
+                loss: Tensor = compute() if rule is None else rule.loss(compute, output, target, None, ())
                 return loss
         if isinstance(output, Tensor):
             return output

@@ -11,6 +11,8 @@ from textwrap import dedent
 
 import pytest
 
+from tests.support.torch_types import needs_torch_types
+
 ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TREE = ("pipesched", "schedules", "viz", "docs", "pyproject.toml")
@@ -106,6 +108,7 @@ def test_the_schedule_of_contributing_passes_every_other_check(with_example):
 
 
 @needs_mypy
+@needs_torch_types
 def test_the_schedule_of_contributing_has_no_type_errors_and_planted_ones_are_found(with_example):
     tree, _ = with_example
     plant(tree, "schedules/planted.py", 'planted: int = "not a number"\n')

@@ -38,7 +38,9 @@ def tree(tmp_path: Path) -> Path:
 
 
 def make(tree: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS", "TORCH"))
+    }
     environment |= {"PYTHON": str(tree / "python"), **settings}
     return subprocess.run(["make", *words], cwd=tree, env=environment, capture_output=True, text=True, check=False)
 

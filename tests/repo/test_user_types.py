@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 from tests.support.pages import sessions
+from tests.support.torch_types import needs_torch_types
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,6 +53,7 @@ MISTAKE = """
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("others", [False, True], ids=["of pipesched alone", "with transformers"])
 @pytest.mark.skipif(not find_spec("mypy"), reason="mypy is not installed; it comes with pipesched[check]")
+@needs_torch_types
 def test_the_pages_python_blocks_pass_strict_mypy(tmp_path, others):
     """By the strict rules of this repository. Blocks with transformers apart: mypy reads it for half a minute."""
     (tmp_path / "front_door.py").write_text(dedent(FRONT_DOOR))

@@ -304,7 +304,7 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Notes(), nn.Linear(8, 1))
     with Pipeline(model, X[:2], loss_fn=loss_fn, devices=["cpu"] * 2, num_microbatches=2) as pipe:
         for step in (pipe.step, pipe.evaluate, pipe.step):
-            step(X.clone(), target=Y.clone())
+            step(X.clone(), target=Y.float())
             gc.collect()
             gc.disable()
             try:

@@ -35,6 +35,7 @@ from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
+from pipesched.tensors.layer_values import Noting
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.torch_functions import version_of
 from pipesched.tensors.tree_structure import tensors_in
@@ -157,9 +158,13 @@ class LayerRunner:
         if self._step_data.watch is not None:
             call = partial(self._call_watched, self._step_data.watch, saved, call)
         self._mode = self._split_forward_mode if split else self._forward_mode
-        with self._mode:
+        layer_values = self._step_data.layer_values
+        noting = None if layer_values is None else Noting(layer_values)
+        if noting is not None:
+            call = noting.of_results(call)
+        with self._mode, noting or _NO_CONTEXT:
             output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
-        return output if self._head is None else self._loss(self._head, saved, output)
+        return output if self._head is None else self._loss(self._head, saved, output, noting.own if noting else ())
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
@@ -341,8 +346,11 @@ class LayerRunner:
                 return call_with(own, layer, args, kwargs)
         return call_with(own, layer, args, kwargs)
 
-    def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
-        """Compute the scaled loss of the last stage's output; return the output itself if the step has no loss."""
+    def _loss(self, head: Head, saved: MicrobatchState, output: Any, made: Collection[int]) -> Any:
+        """Compute the scaled loss of the last stage's output; return the output itself if the step has no loss.
+
+        ``made`` holds the ids of the tensors that this forward has made, if they are recorded.
+        """
         if self._step_data.keep_outputs:
             self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))
         if saved.loss_inputs is None:
@@ -350,17 +358,25 @@ class LayerRunner:
         target, factor = saved.loss_inputs
         if self._step_data.metrics:
             self._measure(saved, output, target)
-        if self._mode.passes(head.loss_fn):
+        if head.rule is None and self._mode.passes(head.loss_fn):
             loss = head.loss(output, target, _NOTHING)
         else:
             self._random.enter(saved.key, _LOSS)
             own = self._stand_ins(saved, _LOSS, 0)
+            compute = partial(head.loss, output, target, own)
             with self._mode:
-                loss = head.loss(output, target, own)
+                if head.rule is None:
+                    loss = compute()
+                else:
+                    loss = head.rule.loss(compute, output, target, self._step_data.layer_values, made)
             if saved.written_buffers is not None:
                 self._copies.note(_LOSS, own, saved.written_buffers)
         if self._step_data.watch is not None:
             self._step_data.watch.output(saved.microbatch, "", loss)
+        if head.rule is not None:
+            assert self._step_data.factors is not None  # the step has a loss
+            factor = head.rule.factor(factor, saved.microbatch, self._step_data.factors, self._step_data.targets)
+            saved.loss_inputs = target, factor
         if factor == 0:
             return torch.zeros_like(loss)  # weight 0: even a NaN loss must not affect the result; no backward runs
         return loss if factor is None else loss * factor

@@ -11,6 +11,7 @@ from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.added_losses import AddedReduction
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.layer_values import LayerValues
 from pipesched.tensors.payload import Gradients, Payload
 
 __all__ = ["Added", "StepData"]
@@ -42,6 +43,8 @@ class StepData:
     loss_scale: Tensor | None = None
     #: Records whether outputs of layers and their gradients are finite. Default: None (not recorded).
     watch: NonfiniteWatch | None = None
+    #: The tensors that layers make in this step, for checks of a user's loss function. Default: None (not recorded).
+    layer_values: LayerValues | None = None
     keep_outputs: bool = False
     #: Makes the autocast settings of an asynchronous call's thread. Default: None (the settings of this thread).
     autocast: Callable[[], AbstractContextManager[None]] | None = None
