@@ -18,14 +18,16 @@ from torch.overrides import TorchFunctionMode
 from pipesched.capture.loss_reduction import LossReduction, counting
 from pipesched.errors import InputError
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.tensor_table import TensorTable
 from pipesched.tensors.torch_functions import DIFFERENTIATES, name_of
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Counted", "LossReader", "Reduced", "Unclear", "Weight"]
 
 #: What the values of a tensor belong to: "rows" if each entry of dim 0 belongs to one row of the batch, "elements" if
-#: the tensor has an equal number of values for each row, "selected" if rows may have different numbers of values.
-_Values = Literal["rows", "elements", "selected"]
+#: the tensor has an equal number of values for each row, "selected" if rows may have different numbers of values. If
+#: elements were averaged or added over some dims, it is unknown whether these dims had the rows: "means" or "sums".
+_Values = Literal["rows", "elements", "means", "sums", "selected"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Reduced:
 
     reduction: LossReduction
     #: For a mean, the functions that compute the weight of a micro-batch from its target; None stands for its rows.
+    #: Empty if the mean is 0.
     weights: "frozenset[Weight]" = frozenset()
 
 
@@ -78,7 +81,8 @@ _KEEPS |= {
     "cuda",
 }
 #: Functions of several reduced values, or of one, that add them or put them together.
-_JOINS = _ADDS | _KEEPS | {"stack", "cat", "concat", "concatenate", "hstack", "vstack", "sum", "mean"}
+_STACKS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+_JOINS = _ADDS | _KEEPS | _STACKS | {"sum", "mean"}
 _MOVES_DIMS = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint"}
 _MOVES_DIMS |= {f"torch.Tensor.{name}.__get__" for name in ("T", "mT", "H", "mH")}
 _RESHAPES = {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "ravel"}
@@ -103,23 +107,23 @@ class LossReader(TorchFunctionMode):
         self, output: Any, target: Any, check: Callable[[Tensor], None] = lambda tensor: None, *, rows_in_front: bool
     ) -> None:
         super().__init__()
-        self._tags: dict[int, tuple[Tensor, _Tag | None]] = {}
+        self._tags = TensorTable[_Tag | None]()
         self._check = check
-        #: id of a tensor that depends on the target and on constants alone -> the function of the target that makes it
-        self._made_from_target: dict[int, Callable[[Any], Any]] = {}
+        #: tensor that depends on the target and on constants alone -> the function of the target that makes it
+        self._made_from_target = TensorTable[Callable[[Any], Any]]()
         self._sizes: set[float] = set()  # the numbers of rows and of elements, once the loss has read a size
         tensors = [*tensors_in((output, target))]
         self._counts = {float(number) for one in tensors for number in (*one.shape[:1], one.numel())}
         for tensor in tensors:
-            self._note(tensor, "rows" if rows_in_front else "elements")
+            self._tags[tensor] = "rows" if rows_in_front else "elements"
         for tensor in tensors_in(output):
             if not tensor.dim():
-                self._note(tensor, Reduced("mean", _ROWS))
+                self._tags[tensor] = Reduced("mean", _ROWS)
         for place, leaf in enumerate(pytree.tree_leaves(target)):
             if isinstance(leaf, Tensor):
-                self._made_from_target[id(leaf)] = _Leaf(place)
+                self._made_from_target[leaf] = _Leaf(place)
                 if not leaf.dim():  # all micro-batches get this tensor
-                    self._note(leaf, None)
+                    self._tags[leaf] = None
 
     def reading(self, loss: Tensor) -> Reduced | Unclear:
         """Return how the loss that the call returned reduces over rows."""
@@ -135,7 +139,7 @@ class LossReader(TorchFunctionMode):
         name = name_of(func)
         taken = list(tensors_in((args, kwargs)))
         for tensor in taken:
-            if id(tensor) not in self._tags:
+            if tensor not in self._tags:
                 self._check(tensor)
         result = _differentiated(func, args, kwargs) if func in DIFFERENTIATES else func(*args, **kwargs)
         tags = [self._tag(tensor) for tensor in taken]
@@ -144,22 +148,19 @@ class LossReader(TorchFunctionMode):
             self._sizes |= self._counts
         tag = self._tag_of(_Call(func, name, args, kwargs, taken, tags, result)) if known else None
         for tensor in tensors_in(result):
-            self._note(tensor, tag)
+            self._tags[tensor] = tag
         self._note_target(func, args, kwargs, taken, result)
         return result
 
     # ---- what is known of tensors -------------------------------------------------------------------------------
 
-    def _note(self, tensor: Tensor, tag: _Tag | None) -> None:
-        self._tags[id(tensor)] = tensor, tag  # keeps the tensor alive, so that its id is not used again
-
     def _tag(self, tensor: Tensor) -> _Tag | None:
         """Return what is known of a tensor; None for constants, such as class weights and parameters."""
-        return self._tags.get(id(tensor), (tensor, None))[1]
+        return self._tags.get(tensor)
 
     def _note_target(self, func: Any, args: Any, kwargs: Any, taken: Sequence[Tensor], result: Any) -> None:
         """If a function of the target alone made the result, record this function."""
-        known = [self._made_from_target.get(id(tensor)) for tensor in taken]
+        known = [self._made_from_target.get(tensor) for tensor in taken]
         if not isinstance(result, Tensor) or not any(known):
             return
         from_batch = any(one is None and self._tag(tensor) for one, tensor in zip(known, taken, strict=True))
@@ -168,7 +169,7 @@ class LossReader(TorchFunctionMode):
         makers: Mapping[int, Any] = {
             id(tensor): one for tensor, one in zip(taken, known, strict=True) if one is not None
         }
-        self._made_from_target[id(result)] = _Function(
+        self._made_from_target[result] = _Function(
             func, pytree.tree_map_only(Tensor, lambda tensor: makers.get(id(tensor), tensor), (args, kwargs))
         )
 
@@ -203,6 +204,8 @@ class LossReader(TorchFunctionMode):
     def _scaled(self, call: "_Call", reduced: Reduced) -> _Tag:
         """Return the tag of a mean or a sum that is multiplied or divided by a constant."""
         number = call.number
+        if number == 0 and call.name in _MULTIPLIES:
+            return Reduced("mean")
         if reduced.reduction == "sum" and number != 1:
             return Unclear(f"{call} of a sum over rows and a number, which may be the number of rows")
         if number is not None and abs(number) != 1 and {number, 1 / number if number else 0} & self._sizes:
@@ -228,7 +231,7 @@ class LossReader(TorchFunctionMode):
         count = counting(call.name, options)
         if count is None or not isinstance(labels, Tensor):
             return Reduced("mean", _ROWS)
-        make = self._made_from_target.get(id(labels))
+        make = self._made_from_target.get(labels)
         if make is not None:
             return Reduced("mean", frozenset([Counted(call.name, make, options)]))
         if self._tag(labels) is None and float(count(labels)) == labels.numel():
@@ -366,14 +369,13 @@ def _of_reduction(call: _Call, values: _Values) -> _Tag:
     every = range(tensor.dim())
     dims = every if dim is None or isinstance(dim, torch.dtype) else [dim] if isinstance(dim, int) else dim
     reduces = {one % tensor.dim() if tensor.dim() else 0 for one in dims} or set(every)
-    if tensor.dim() and len(reduces) < tensor.dim():
-        if values != "rows":
-            return Unclear(f"{call} over some dims of values whose rows are not in dim 0")
-        if 0 not in reduces:
-            return values
-    if call.name == "sum":
-        return Reduced("sum")
-    return Unclear("mean() of selected values") if values == "selected" else Reduced("mean", _ROWS)
+    same: _Values = "means" if call.name == "mean" else "sums"
+    other: _Values = "sums" if call.name == "mean" else "means"
+    if values == other or (values == "selected" and call.name == "mean"):
+        return Unclear(f"{call} of {values if values == other else 'selected values'}")
+    if tensor.dim() and len(reduces) < tensor.dim() and (values != "rows" or 0 not in reduces):
+        return values if values in ("rows", "selected") else same
+    return Reduced("sum") if call.name == "sum" else Reduced("mean", _ROWS)
 
 
 def _of_rows(call: _Call, values: _Values) -> _Tag:
@@ -384,8 +386,10 @@ def _of_rows(call: _Call, values: _Values) -> _Tag:
         return values if made is None or made.shape == source.shape else Unclear(f"{call} of selected values")
     if call.name in _SELECTS:
         return _of_index(call, values)
+    if call.name in _STACKS and None not in call.tags and values in ("rows", "elements"):
+        return "elements" if call.name == "stack" else "selected"  # of a list with an entry for each row
     if call.name in _MOVES_DIMS | _RESHAPES:
-        return values if _leaves_rows(call, made, source) else "elements"
+        return values if values != "rows" or _leaves_rows(call, made, source) else "elements"
     if call.name in _MATRIX_PRODUCTS and call.tags[0] == "rows" and made.shape[:1] == call.taken[0].shape[:1]:
         return "rows"
     same = made.shape[:1] == source.shape[:1] if values == "rows" else made.shape == source.shape
@@ -417,7 +421,7 @@ def _of_index(call: _Call, values: _Values) -> _Tag:
 
 def _least(values: Iterable[_Values]) -> _Values:
     """Return what holds for values of all these kinds."""
-    order: tuple[_Values, ...] = ("selected", "elements", "rows")
+    order: tuple[_Values, ...] = ("selected", "sums", "means", "elements", "rows")
     return min(values, key=order.index)
 
 

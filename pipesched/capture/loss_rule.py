@@ -44,7 +44,7 @@ class LossRule:
         self._factors: list[float | None] = []
 
     def loss(
-        self, call: Callable[[], Tensor], output: Any, target: Any, values: LayerValues | None, own: Collection[int]
+        self, call: Callable[[], Tensor], output: Any, target: Any, values: LayerValues | None, own: LayerValues | None
     ) -> Tensor:
         """Call the loss function. ``values`` are those that layers made in this step, ``own`` those of this forward."""
         if not self._left[torch.is_grad_enabled()]:
@@ -81,7 +81,7 @@ class LossRule:
             raise _unclear(reading)
         if reading.reduction == "sum":
             return None
-        if reading.weights == {None}:
+        if reading.weights <= {None}:
             return factor
         if self._batch is not targets:
             self._factors = _factors(reading.weights, factors, targets)
@@ -98,7 +98,7 @@ class LossRule:
             )
         self._reading = reading
 
-    def _check(self, tensor: Tensor, values: LayerValues | None, own: Collection[int]) -> None:
+    def _check(self, tensor: Tensor, values: LayerValues | None, own: LayerValues | None) -> None:
         remedy = (
             f"return the value from the model beside its output, or compute this term in the model with "
             f"pipesched.add_loss ({_PAGE})"
@@ -109,7 +109,7 @@ class LossRule:
                 f"loss_fn may use the output, the target, constants and weights of the last stage, because other "
                 f"weights have older values where the loss is computed; it uses {place}; {remedy}"
             )
-        if values is not None and tensor in values and id(tensor) not in own:
+        if values is not None and tensor in values and (own is None or tensor not in own):
             raise InputError(
                 f"loss_fn may use the output, the target and constants, because layers run for other micro-batches in "
                 f"the meantime; it uses a tensor of shape {list(tensor.shape)} that a layer or a hook has kept; "

@@ -1,17 +1,20 @@
 """Agreement: the facts that must be identical on all ranks of a mesh, and a message that names the differences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipesched.tensors.payload import opened, pytree
+from pipesched.tensors.sampled_values import digest_of_values
 
-__all__ = ["Facts", "differences", "facts_of_model", "form_of_sample", "modes_of_model"]
+__all__ = ["Facts", "differences", "facts_of_model", "facts_of_weights", "form_of_sample", "modes_of_model"]
 
 #: Name of a fact, such as "the dtype of block.3.weight" -> its value as text.
 Facts = Mapping[str, str]
 
+_DIGITS = 8  # of the digest of a tensor's values
 _SHOWN = 3  # differences of one rank that a message spells out
 
 
@@ -41,6 +44,26 @@ def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
         if name and not any(True for _ in _tensors(module)):
             modes[f"the training mode of {name}"] = str(module.training)
     return modes
+
+
+def facts_of_weights(model: nn.Module, gathered: Callable[[Facts], list[Facts]]) -> Facts:
+    """Return facts about the values of a model's parameters and buffers, from a few values of each.
+
+    Returns no facts if the ranks of this replica have the same values. (All replicas start with the weights of the
+    first one.) A tensor on the meta device has no values: for such a tensor, the fact is that of the first rank that
+    has values. ``gathered`` returns the facts of this replica's ranks.
+    """
+    own = {
+        f"the values of {name}": digest_of_values(tensor, devices=True).hex()[:_DIGITS]
+        for name, tensor in _tensors(model)
+        if not tensor.is_meta and not is_lazy(tensor)
+    }
+    known: dict[str, str] = {}
+    every = gathered(own)
+    for facts in every:
+        known = {**facts, **known}
+    same = all(known[name] == value for facts in every for name, value in facts.items())
+    return {} if same else {**known, **own}
 
 
 def form_of_sample(sample: Any) -> str:

@@ -10,13 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
+from pipesched.model.watched_parameters import watched
 from pipesched.user_warning import warn
 
 __all__ = ["Placement", "StaleGuard", "StaleHook", "check_not_stale", "release_model"]
@@ -98,6 +99,9 @@ class StaleHook:
                     self._removals.append(module.register_forward_pre_hook(self.called).remove)
         if self.placement.divided:
             self._removals.append(model.register_load_state_dict_pre_hook(self.loading).remove)
+        parameters = model.parameters
+        vars(model)["parameters"] = lambda recurse=True: watched(parameters(recurse))
+        self._removals.append(partial(vars(model).pop, "parameters", None))
         self._removals.append(model.register_load_state_dict_post_hook(self.loaded).remove)
 
     def remove(self) -> None:

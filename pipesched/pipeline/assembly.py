@@ -55,7 +55,7 @@ from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.meta_tensors import put_on
-from pipesched.units import counted
+from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
 
 __all__ = ["Assembly", "AssemblySpec", "StageCut"]
@@ -132,6 +132,8 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
+        #: Whether the first calls of loss_fn are read, because it is no loss of torch.
+        self.reads_losses = spec.loss_fn is not None and not reduces(spec.loss_fn)
         #: The rules for gradients before an update; None if there are no rules.
         self.rules = spec.rules
         self._filling_s = 0.0
@@ -257,11 +259,6 @@ class Assembly:
         return self._spec.wrap is not None
 
     @property
-    def reads_losses(self) -> bool:
-        """Whether the first calls of loss_fn are read, because it is no loss of torch."""
-        return self._spec.loss_fn is not None and not reduces(self._spec.loss_fn)
-
-    @property
     def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.stage_cut.cut
@@ -325,8 +322,15 @@ class Assembly:
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
         every = [{*names, *(f"loss_fn.{key}" for key, *_ in of_loss)} for names in written]
+        changed = set().union(*every)
         if self._host.sums is not None:
-            warn_of_written(spec.model, set().union(*every))
+            warn_of_written(spec.model, changed)
+        if self.program.num_weights < self.program.num_stages and changed:
+            raise ScheduleError(
+                f"a forward may change a buffer only under a schedule that runs micro-batches one after another in one "
+                f"copy of the layer; {self.program.name} runs copies of the layers, and their forwards change "
+                f"{and_more(sorted(changed))}; use a schedule with a single chain of stages, such as dualpipe-v"
+            )
         return every
 
     def _stages(self) -> dict[int, Stage]:
@@ -369,7 +373,7 @@ class Assembly:
     def _loss_rule(self, stage: int, part: int) -> LossRule | None:
         """Return the rule that the first calls of the user's loss function show; None for losses of torch."""
         spec = self._spec
-        if spec.loss_fn is None or reduces(spec.loss_fn):
+        if not self.reads_losses:
             return None
         here = {id(tensor) for layer in self.bodies[part].layers.values() for tensor in layer.parameters()}
         here = here - {id(parameter) for parameter in self.ties.parameters} if stage == part else set()

@@ -1,19 +1,20 @@
 """Construction: builds a Pipeline by choosing a plan, making its programs, cutting the model and starting the ranks."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import stages_of
 from pipesched.capture.stage_module import Wrap
 from pipesched.errors import DeviceCountError
-from pipesched.model.agreement import facts_of_model, form_of_sample
+from pipesched.model.agreement import facts_of_model, facts_of_weights, form_of_sample
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.cost_book import CostBook
@@ -27,11 +28,24 @@ from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.tensors.payload import fields_of
 from pipesched.torch_checks import as_function, as_optimizer
 from pipesched.units import counted
+from pipesched.user_warning import warn
 
-__all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "facts_of", "start"]
+__all__ = [
+    "check_agreement",
+    "check_functions",
+    "checked_programs",
+    "choose_plan",
+    "ending_on_error",
+    "start",
+    "warn_of_lone_processes",
+]
 
 
 _LOG = logging.getLogger(__name__)
+_SAME_WEIGHTS = (
+    "seed all ranks alike before you build the model, and load the same checkpoint on every rank; if each rank has "
+    "loaded only the weights of its own stages, pass distributed=Distributed(weights='own')"
+)
 
 
 def check_functions(
@@ -46,20 +60,26 @@ def check_functions(
     as_optimizer(optimizer)
 
 
-def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts that must be identical on all ranks of a mesh before a plan is chosen.
+def check_agreement(host: RankHost, model: nn.Module, call: Any, options: Mapping[str, Any]) -> None:
+    """Check, before a plan is chosen, that all ranks of a mesh make the same pipeline.
 
-    The facts are torch's version, the arguments of Pipeline, and the structure of the model.
+    The ranks compare torch's version, the arguments of Pipeline, and the structure and the weights of the model.
 
     Args:
+        host: the host of the ranks.
         model: the user's module.
         call: the sample, as (args, kwargs).
         options: the arguments of Pipeline, keyed by name. Functions and modules are compared by their names.
 
+    Raises:
+        ExecutionError: the ranks differ. The error names the differences.
+
     """
     said = {f"{name}=": _in_words(value) for name, value in options.items()}
-    version = {"the version of torch": str(torch.__version__)}
-    return {**version, **said, "the form of the sample": form_of_sample(call), **facts_of_model(model)}
+    facts = {"the version of torch": str(torch.__version__), **said, "the form of the sample": form_of_sample(call)}
+    host.agree_on(lambda: {**facts, **facts_of_model(model)}, "make the same pipeline on every rank")
+    if options["weights"] == "all":
+        host.agree_on(lambda: facts_of_weights(model, host.gathered), _SAME_WEIGHTS)
 
 
 def _in_words(value: Any) -> str:
@@ -109,6 +129,21 @@ def choose_plan(
     if plan is not None:
         request = request.pinned(plan, list(auto_plan.layered.layers))
     return plan, request
+
+
+def warn_of_lone_processes(mesh: Any) -> None:
+    """Warn if several processes each make a pipeline with devices=, so that each trains the whole model by itself."""
+    if mesh is not None:
+        return
+    size = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    of_launcher = os.environ.get("WORLD_SIZE", "")  # as torchrun sets it
+    size = max(size, int(of_launcher) if of_launcher.isdecimal() else 1)
+    if size > 1:
+        warn(
+            f"each of {size} processes makes a pipeline with devices= and trains the whole model by itself; to divide "
+            f"the model among the processes, pass mesh=; if each process is meant to train its own copy, ignore this "
+            f"warning"
+        )
 
 
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipesched.checks import check_type
 from pipesched.errors import GraphError
 from pipesched.model.stale_weights import StaleGuard
+from pipesched.model.watched_parameters import watched
 
 __all__ = ["ModuleInterface"]
 
@@ -115,11 +116,18 @@ class ModuleInterface:
         """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
         Under a mesh these are the parameters of this rank's stages. To clip the gradients of all ranks, call
-        ``Pipeline.clip_grad_norm_`` instead of torch's function. A rank without parameters yields an empty tensor,
-        because torch's optimizers refuse an empty list.
+        ``Pipeline.clip_grad_norm_`` instead of torch's function, which raises an error if it gets this iterator, and
+        computes the norm of this rank's gradients if it gets a list. For averages of weights, see
+        docs/howto/averages.md. A rank without parameters yields an empty tensor, because torch's optimizers refuse an
+        empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
-        return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
+        parameters = parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)]
+        return watched(parameters) if self._is_divided() else iter(parameters)
+
+    def _is_divided(self) -> bool:
+        """Return whether other processes train other parameters of the model."""
+        return False
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the buffers with their names."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torch.amp import GradScaler
 
@@ -26,6 +26,9 @@ from pipesched.torch_checks import as_function, as_threads
 __all__ = ["Distributed", "Numerics", "Search", "as_options"]
 
 _Options = TypeVar("_Options")
+
+#: The weights that each rank holds when a pipeline is made: those of the whole model, or those of its own stages.
+Weights = Literal["all", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +248,10 @@ class Distributed:
         inputs: the ranks that pass a batch. With "all", every rank passes the same batch. With "first", only the first
             rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
             "all".
+        weights: the weights that each rank holds when the pipeline is made. With "all", every rank holds the same
+            model, and construction compares a few values of each weight and buffer. With "own", a rank may hold other
+            values for the weights that it does not train, as when each rank has loaded only its own stages. Weights
+            on the meta device are not compared. Default: "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
         zero: with ``optimizer=`` and several replicas, which data is split across the replicas. With 1, each replica
             updates its own part of every stage's weights, and holds the optimizer states of that part only. With 2,
@@ -260,11 +267,12 @@ class Distributed:
             stays within ``memory_limit_bytes``).
 
     Raises:
-        InputError: zero is unknown.
+        InputError: zero or weights is unknown.
 
     """
 
     inputs: Inputs = "all"
+    weights: Weights = "all"
     timeout: float | None = None
     zero: int = 0
     gather_once: bool | None = None
@@ -274,6 +282,11 @@ class Distributed:
             raise InputError(
                 f"zero= must be 0 (nothing is split across replicas), 1 (optimizer states are split), 2 (also summed "
                 f"gradients) or 3 (also weights); got {shown(self.zero)}; pass one of them"
+            )
+        if self.weights not in get_args(Weights):
+            raise InputError(
+                f"weights= must be 'all' (every rank holds the same model) or 'own' (each rank holds the weights of "
+                f"its own stages); got {shown(self.weights)}; pass one of them"
             )
         if self.gather_once not in (None, True, False):
             raise InputError(

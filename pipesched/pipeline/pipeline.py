@@ -23,7 +23,14 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.batch_loop import batches
-from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, facts_of, start
+from pipesched.pipeline.construction import (
+    check_agreement,
+    check_functions,
+    choose_plan,
+    ending_on_error,
+    start,
+    warn_of_lone_processes,
+)
 from pipesched.pipeline.cost_book import CostBook, replica_costs
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
@@ -178,14 +185,15 @@ class Pipeline(SavingInterface):
         check_functions(loss_fn=loss_fn, wrap=wrap, optimizer=optimizer)
         call = as_call(sample)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
+        warn_of_lone_processes(mesh)
         host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
         with ending_on_error(host):
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
             shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
-            shared |= {"zero": distributed.zero}
-            host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
+            shared |= {"zero": distributed.zero, "weights": distributed.weights}
+            check_agreement(host, module, call, shared)
             distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
             numerics.check_reduction_order(num_replicas=len(host.grid.rows), zero=distributed.zero)
             check_axes(plan, len(host.all_devices), len(host.grid.rows), distributed.zero)
@@ -283,7 +291,7 @@ class Pipeline(SavingInterface):
         self._memory = MemoryForecast(self._running, self._book, spec=self._spec, guard=self._guard, limits=limits)
         self._steps = StepRunner(
             self._running,
-            model=module,
+            roots=self._roots,
             num_inputs=len(call[0]),
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
@@ -881,6 +889,10 @@ class Pipeline(SavingInterface):
         """Return whether this process trains the parameter or buffer of this name. Always True without a mesh."""
         host = self._running.host
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
+
+    def _is_divided(self) -> bool:
+        """Return whether other processes train other parameters of the model."""
+        return not isinstance(self._running.host, ThreadRanks) and len(self._running.host.devices) > 1
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # a stage that ran with an older weight version has left that version in its modules

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.layered_model import as_model, layered
+from pipesched.capture.loss_reduction import reduces
 from pipesched.capture.stage_body import loss_entry
 from pipesched.model.stale_weights import release_model
 from pipesched.model.state_guard import set_aside
@@ -128,7 +129,7 @@ class Trial:
                 stack.enter_context(_on_stand_ins(loss_fn))
             options: dict[str, Any] = {
                 "loss_fn": loss_fn,
-                "numerics": Numerics(split_dims=self.split_dims),
+                "numerics": Numerics(split_dims=self.split_dims, loss_reduction=None if reduces(loss_fn) else "mean"),
                 **self.where,
             }
             kept = plans[:1] if isinstance(self.host, ThreadRanks) else plans

@@ -1,6 +1,7 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.microbatches import Batch, GivenBatch
 from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.stage.kept_buffers import KeptBuffers
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
@@ -38,12 +40,14 @@ from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.layer_values import LayerValues
+from pipesched.tensors.sampled_values import digest_of_values
 from pipesched.units import counted
 
 __all__ = ["StepRunner"]
 
 _NO_UPDATES: Mapping[int, Uses] = {}
-_READ_STEPS = 2  # the number of first steps in which the tensors that layers make are recorded
+#: The number of first steps in which the tensors that layers make are recorded, and batches on GPUs are compared.
+_READ_STEPS = 2
 
 
 class StepRunner:
@@ -51,7 +55,7 @@ class StepRunner:
 
     Args:
         running: the running plan.
-        model: the user's model.
+        roots: name prefix -> the user's modules; the model comes first.
         num_inputs: the number of positional arguments in the sample.
         has_loss_fn: whether the pipeline has a loss function. A loss function needs a target.
         guard: the StaleGuard, which refuses calls that would use stale weights.
@@ -65,7 +69,7 @@ class StepRunner:
         self,
         running: RunningPlan,
         *,
-        model: nn.Module,
+        roots: Mapping[str, nn.Module],
         num_inputs: int,
         has_loss_fn: bool,
         guard: StaleGuard,
@@ -74,11 +78,12 @@ class StepRunner:
         intra_op_threads: int,
     ) -> None:
         self._running = running
-        self._model = model
+        self._model = next(iter(roots.values()))
         self._num_inputs = num_inputs
         self._has_loss_fn = has_loss_fn
         self._agrees = False
         self._guard = guard
+        self._buffers = KeptBuffers(list(roots.values()))
         self._memory = memory
         self._orders = orders
         self._intra_op_threads = intra_op_threads
@@ -123,7 +128,8 @@ class StepRunner:
         has_replicas = running.host.sums is not None
         if has_replicas:
             assembly.begin_reductions()
-        with assembly.delivering(), assembly.norms.counting():
+        buffers = nullcontext() if self._buffers.idle else self._buffers.unless_it_succeeds()
+        with buffers, assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
         running.last_programs = programs
         if has_replicas:
@@ -243,11 +249,18 @@ class StepRunner:
             return dealt(call, assembly.programs.of(size).plain, assembly.bodies, host.grid.rows)
 
         if not assembly.layered.may_branch:
-            return host.call(method, given.is_given, make, deal)
-        call = host.call(method, given.is_given, lambda: self._with_paths(make()), deal)
+            return self._with_values(host.call(method, given.is_given, make, deal), given)
+        call = self._with_values(host.call(method, given.is_given, lambda: self._with_paths(make()), deal), given)
         if not given.is_given:
             assembly.layered.learn_paths(call.batch.paths)
         return call
+
+    def _with_values(self, call: StepCall, given: GivenBatch) -> StepCall:
+        """Return the call with a digest of the batch, if all ranks must pass the same batch."""
+        if not self._running.host.compares_batches:
+            return call
+        values = digest_of_values(given, devices=self._running.step < _READ_STEPS)
+        return replace(call, batch=replace(call.batch, values=values))
 
     def _with_paths(self, call: StepCall) -> StepCall:
         """Return the call with the path of each micro-batch through the model's code."""

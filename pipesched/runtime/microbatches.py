@@ -102,6 +102,8 @@ class Batch:
     looks: list[Hashable] = field(default_factory=list)
     #: The paths of the micro-batches through the code between layers.
     paths: BatchPaths = _SAMPLE_PATH
+    #: A digest of the values that all ranks of a replica must pass; empty if only one rank passes the batch.
+    values: bytes = b""
     #: Whether the caller split the batch into micro-batches. The shapes of such micro-batches can differ.
     as_given: bool = False
     #: Whether micro-batches with the same number of rows can have tensors of different shapes, as lists have.

@@ -139,6 +139,8 @@ class RankHost(Protocol):
     sums: ReplicaSums | None
     #: The number of replicas whose rows a batch contains: all if only rank 0 passes a batch, otherwise 1.
     replicas_per_batch: int
+    #: Whether all ranks of a replica pass the same batch, which they then compare.
+    compares_batches: bool
 
     @property
     def executor(self) -> Executor:
@@ -241,6 +243,7 @@ class ThreadRanks:
         self.grid = RankGrid(rows=(tuple(range(len(self.devices))) or (0,),), rank=0)
         self.sums: ReplicaSums | None = None
         self.replicas_per_batch = 1
+        self.compares_batches = False
         self._threads = intra_op_threads
 
     @cached_property
@@ -341,6 +344,7 @@ class MeshRanks:
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = self.all_devices = [device] * len(self.grid.pipeline)
         self._inputs = inputs
+        self.compares_batches = inputs == "all"
         self.reduction_order: ReductionOrder = reduction_order
         self.replicas_per_batch = len(self.grid.rows) if inputs == "first" else 1
         self._crossings = 0
@@ -523,7 +527,7 @@ class MeshRanks:
         looks = batch.looks or batch.looking(look)
         if batch.paths.paths:
             looks = [(f"path {path}", own) for own, path in zip(looks, batch.paths.paths, strict=True)]
-        return self.executor.run(run_spec, grad=grad, looks=looks)
+        return self.executor.run(run_spec, grad=grad, looks=looks, values=batch.values)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         if len(self.grid.rows) > 1:

@@ -8,21 +8,28 @@ Default dtype, deterministic algorithms and matmul precision apply to the whole 
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["Caller", "CodeModes", "intra_op"]
+from pipesched.errors import InputError
+from pipesched.tensors.torch_insides import modes_of_thread
+
+__all__ = ["Caller", "CodeModes", "check_modes", "intra_op"]
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A thread's grad mode, inference mode and autocast settings."""
+    """A thread's grad mode, inference mode, autocast settings, default device and context variables."""
 
     grad: bool
     inference: bool
     autocasts: tuple[dict[str, Any], ...]
+    #: The device on which torch makes tensors; None for the CPU.
+    default_device: torch.device | None = None
+    context: Context = field(default_factory=copy_context, compare=False)
 
     @classmethod
     def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":
@@ -36,12 +43,22 @@ class Caller:
             for kind in sorted({"cpu", *device_types})
             if torch.is_autocast_enabled(kind)
         )
-        return cls(grad, torch.is_inference_mode_enabled(), autocasts)
+        device = torch.get_default_device()
+        default_device = None if device.type == "cpu" else device
+        return cls(grad, torch.is_inference_mode_enabled(), autocasts, default_device)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """A context that applies the grad and inference modes, and makes backward passes run in the current thread."""
+    def held(self, device: torch.device | None = None) -> Iterator[None]:
+        """A context that applies the grad and inference modes, and makes backward passes run in the current thread.
+
+        Args:
+            device: the device on which another thread than the caller's runs layers. The caller's default device is set
+                in that thread; if both are of one kind, ``device`` is set. Default: None (the caller's own thread).
+
+        """
         with ExitStack() as stack:
+            if self.default_device is not None and device is not None:
+                stack.enter_context(device if device.type == self.default_device.type else self.default_device)
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -54,6 +71,16 @@ class Caller:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))
             yield
+
+
+def check_modes() -> None:
+    """Raise InputError if a mode or a hook acts in the current thread, which cannot act in the ranks' threads."""
+    if modes := modes_of_thread():
+        raise InputError(
+            f"a pipeline in one process runs its layers in threads of their own, in which modes and hooks of the "
+            f"calling thread do not act; in this call, {' and '.join(modes)} would miss all layers; call the pipeline "
+            f"outside it, call the model itself inside it, or run one process for each stage with mesh="
+        )
 
 
 @dataclass(frozen=True)

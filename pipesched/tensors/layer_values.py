@@ -1,30 +1,17 @@
 """Layer values: the tensors that layers make in a step, so that code outside the layers is kept from using them."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pipesched.tensors.tensor_table import TensorTable
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["LayerValues", "Noting"]
 
-
-class LayerValues:
-    """The tensors that torch functions in layers have made. All threads of a process may add tensors."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, weakref.ref[Tensor]] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        made = self._made.get(id(tensor))
-        return made is not None and made() is tensor
-
-    def note(self, tensor: Tensor) -> None:
-        """Add a tensor."""
-        self._made[id(tensor)] = weakref.ref(tensor)
+#: The tensors that torch functions in layers have made, with True as their value.
+LayerValues = TensorTable[bool]
 
 
 class Noting(TorchFunctionMode):
@@ -33,8 +20,8 @@ class Noting(TorchFunctionMode):
     def __init__(self, values: LayerValues) -> None:
         super().__init__()
         self._values = values
-        #: The ids of the tensors that this mode has added.
-        self.own: set[int] = set()
+        #: The tensors that this mode has added.
+        self.own = LayerValues()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._noted(func(*args, **(kwargs or {})))
@@ -45,6 +32,5 @@ class Noting(TorchFunctionMode):
 
     def _noted(self, result: Any) -> Any:
         for tensor in tensors_in(result):
-            self._values.note(tensor)
-            self.own.add(id(tensor))
+            self._values[tensor] = self.own[tensor] = True
         return result

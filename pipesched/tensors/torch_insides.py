@@ -33,6 +33,7 @@ __all__ = [
     "forget_weights",
     "check_body",
     "hooks_on",
+    "modes_of_thread",
     "is_compiled",
     "node_of",
     "process_groups",
@@ -363,6 +364,49 @@ def runs_in_backward(node: Any) -> bool:
     return _runs(node)
 
 
+# ---- modes of a thread ----
+
+
+def _modes_of_thread() -> list[str]:
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    modes += _get_current_dispatch_mode_stack()
+    found = [type(mode).__name__.strip("_") for mode in modes if not type(mode).__module__.startswith("pipesched.")]
+    if (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(f"{hooks[0].__qualname__.partition('.')[0]} (torch.autograd.graph.saved_tensors_hooks)")
+    return found
+
+
+def _tells_modes() -> bool:
+    class OfProbe(torch.overrides.TorchFunctionMode):
+        __module__ = "of the user"  # modes of pipesched are left out
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def kept(tensor: Tensor) -> Tensor:
+        return tensor
+
+    before = _modes_of_thread()
+    with OfProbe(), torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(kept, kept):
+        return not before and [name.partition(" ")[0] for name in _modes_of_thread()] == ["OfProbe", "_tells_modes"]
+
+
+_MODES = Inside(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "modes and hooks of the calling thread do not act in the threads of a pipeline",
+    _tells_modes,
+)
+
+
+def modes_of_thread() -> list[str]:
+    """Return the names of the modes and hooks that act in this thread only. Empty if this torch does not list them."""
+    return [] if _MODES.fault else _modes_of_thread()
+
+
 # ---- Python code of torch ----
 
 
@@ -500,6 +544,7 @@ INSIDES: tuple[Inside, ...] = (
     _HOOKS,
     _RECOMPUTATION,
     _NODES,
+    _MODES,
     _ATTENTION,
     _COMPILE_LOCK,
     _COMPILED_CALL,

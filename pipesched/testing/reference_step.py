@@ -271,7 +271,7 @@ class _Unpipelined:
             output = self._unsplit(key, args, kwargs)
             if self._loss_fn is not None:
                 compute = partial(self._unsplit.loss, self._loss_fn, key, output, target)
-                loss: Tensor = compute() if rule is None else rule.loss(compute, output, target, None, ())
+                loss: Tensor = compute() if rule is None else rule.loss(compute, output, target, None, None)
                 return loss
         if isinstance(output, Tensor):
             return output

@@ -45,6 +45,35 @@ def test_a_mode_that_one_rank_sets_before_the_first_step_is_named(ranks: Ranks) 
         assert loss > 0
 
 
+@pytest.mark.parametrize("change", ["values", "order of rows", "target", "plain number", "part of other storage"])
+@pytest.mark.parametrize("method", ["step", "evaluate"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_another_batch_of_the_same_form_is_refused(ranks: Ranks, change: str, method: str, num_ranks: int) -> None:
+    results = ranks.run(num_ranks, jobs.passes_other_values, change, method, "all")
+    assert len({loss for loss, _ in results}) == 1
+    for _, text in results:
+        assert "all ranks of a pipeline must pass the same batch" in text
+        assert "has other values than" in text
+
+
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_ranks_that_pass_the_same_batch_or_none_go_on(ranks: Ranks, inputs: str) -> None:
+    results = ranks.run(3, jobs.passes_other_values, "nothing" if inputs == "all" else "values", "step", inputs)
+    assert [text for _, text in results] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [("seed", "0.weight"), ("one weight", "0.weight"), ("buffer", "4.running_mean")]
+)
+def test_other_weights_are_named(ranks: Ranks, change: str, named: str) -> None:
+    for text, _ in ranks.run(2, jobs.holds_other_weights, change, "all"):
+        assert f"rank 1 differs from rank 0: the values of {named} is " in text
+        assert "load the same checkpoint on every rank" in text
+    results = ranks.run(2, jobs.holds_other_weights, change, "own")
+    assert [text for text, _ in results] == [""] * 2
+    assert len({loss for _, loss in results}) == 1
+
+
 def test_a_rank_may_freeze_its_own_stages_alone(ranks: Ranks) -> None:
     ranks.run(2, jobs.sets_own_modes)
 

@@ -36,10 +36,11 @@ FILES = {
         "row_split",
         "rows",
         "sample_layout",
+        "torch_insides",
     },
 }
-#: How many functions they run, as counted when this was last reduced.
-MOST_FUNCTIONS = 82
+#: How many functions they run. Six of them look for modes and hooks of the caller, and decide that no buffer is copied.
+MOST_FUNCTIONS = 88
 
 
 def test_a_step_of_a_plain_model_runs_few_functions_of_few_files():

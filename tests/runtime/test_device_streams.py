@@ -28,7 +28,7 @@ X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.ara
 
 def computing(streams: CudaStreams, cuda: CUDA) -> Stream:
     with streams.entered():
-        return cuda.current_stream(streams._device)
+        return cuda.current_stream(streams.device)
 
 
 def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):

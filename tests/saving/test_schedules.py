@@ -31,6 +31,8 @@ def continued(group: Group, schedule: str, path: str, options: dict[str, Any]) -
     for seed in (0, 1):
         choices = {"schedule": schedule, "num_microbatches": 4, "seed": 3 + seed, **options, **place(group)}
         own: Any = None if schedule == "chimera" else torch.optim.Adam
+        if schedule == "chimera":  # copies of layers have no running statistics of their own
+            choices["numerics"] = Numerics(batch_norm="mini-batch")
         boundaries = [3]  # updates of asynchronous schedules depend on the cut
         with Pipeline(
             model(seed), X[:2], loss_fn=nn.functional.mse_loss, optimizer=own, boundaries=boundaries, **choices

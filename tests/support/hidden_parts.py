@@ -172,6 +172,10 @@ PARTS: dict[str, tuple[Any, Any]] = {
     ),
     "torch.utils.checkpoint.<locals>.unpack_hook": (rename_hooks_of_checkpoint, collect),
     "torch._C._will_engine_execute_node": (lambda: delattr(torch._C, "_will_engine_execute_node"), differentiate),
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": (
+        lambda: delattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack"),
+        plain,
+    ),
     "torch.nn.functional.multi_head_attention_forward.__globals__": (
         lambda: setattr(
             nn.functional, "multi_head_attention_forward", partial(nn.functional.multi_head_attention_forward)

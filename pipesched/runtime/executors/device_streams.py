@@ -24,6 +24,7 @@ class Message(NamedTuple):
 class DeviceStreams(Protocol):
     """The streams and the clock of one rank's device, for the lifetime of the executor."""
 
+    device: torch.device
     #: Whether the device has streams. If so, ``begin``, ``follow``, ``catch_up`` and ``end`` synchronise them.
     has_streams: bool
 
@@ -75,7 +76,7 @@ class CpuStreams:
     pack = staticmethod(Message)
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def begin(self) -> None:
         return
@@ -96,7 +97,7 @@ class CpuStreams:
         if message.ready is None:
             return message.value
         message.ready.synchronize()  # the value comes from a GPU, so the host must wait
-        return _map(message.value, lambda tensor: tensor.to(self._device))
+        return _map(message.value, lambda tensor: tensor.to(self.device))
 
 
 class CudaStreams:
@@ -109,7 +110,7 @@ class CudaStreams:
     has_streams = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._compute = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
@@ -119,16 +120,16 @@ class CudaStreams:
         self._base_s = 0.0
 
     def begin(self) -> None:
-        self._caller = torch.cuda.current_stream(self._device)
+        self._caller = torch.cuda.current_stream(self.device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._idle)  # on another stream, the event would wait for earlier kernels
         self._base_s = time.perf_counter()
 
     def follow(self) -> None:
-        self._caller = caller = torch.cuda.current_stream(self._device)
+        self._caller = caller = torch.cuda.current_stream(self.device)
         self._compute.wait_stream(caller)
         self._inward.wait_stream(caller)  # the caller may still be reading memory received earlier
-        default = torch.cuda.default_stream(self._device)
+        default = torch.cuda.default_stream(self.device)
         if caller != default:
             default.wait_stream(caller)  # ranks on other devices read the batch on this stream
 
@@ -140,7 +141,7 @@ class CudaStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
             yield
 
     def now(self) -> torch.cuda.Event:
@@ -172,7 +173,7 @@ class CudaStreams:
         return value
 
     def _bring(self, tensor: Tensor, message: Message) -> Tensor:
-        if tensor.device == self._device:
+        if tensor.device == self.device:
             tensor.record_stream(self._compute)
             return tensor
         # A copy between GPUs is launched on the current stream of the source device, and synchronises with the current
@@ -181,7 +182,7 @@ class CudaStreams:
         with torch.cuda.stream(source), torch.cuda.stream(self._inward):
             if message.ready is not None:
                 source.wait_event(message.ready)
-            moved = tensor.to(self._device, non_blocking=True)
+            moved = tensor.to(self.device, non_blocking=True)
         if tensor.is_cuda:
             tensor.record_stream(source)
         moved.record_stream(self._compute)

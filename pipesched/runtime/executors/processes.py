@@ -65,7 +65,7 @@ __all__ = ["ProcessExecutor"]
 
 _LOG = logging.getLogger(__name__)
 
-_IDENTITY = ("program", "batch", "number of earlier steps")  # compared between ranks at the start of a run
+_IDENTITY = ("program", "batch", "number of earlier steps", "values")  # compared between ranks at the start of a run
 
 
 class ProcessExecutor:
@@ -161,7 +161,9 @@ class ProcessExecutor:
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def run(self, run_spec: RunSpec, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
+    def run(
+        self, run_spec: RunSpec, *, grad: bool, looks: Sequence[Hashable] = (), values: bytes = b""
+    ) -> RankTimeline:
         """Run this rank's part of a lowered program in this thread.
 
         Args:
@@ -169,6 +171,7 @@ class ProcessExecutor:
             grad: whether grad mode is enabled.
             looks: the key of each micro-batch, as returned by ``look``. The executor predicts message layouts from the
                 keys.
+            values: a digest of the values of the batch, which all ranks must have. Default: not compared.
 
         Raises:
             ExecutionError: if another rank failed (the message names that rank), if ranks run different programs or
@@ -179,7 +182,7 @@ class ProcessExecutor:
         with self._one_at_a_time("a step"):
             failed = True
             try:
-                timeline = self._run(run_spec, self.caller(grad=grad), looks)
+                timeline = self._run(run_spec, self.caller(grad=grad), looks, values)
                 failed = False
             except BaseException as error:
                 self._activity.fail(*_account(error))
@@ -188,14 +191,14 @@ class ProcessExecutor:
                 run_spec.finish(failed)
             return timeline
 
-    def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
+    def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable], values: bytes) -> RankTimeline:
         program = run_spec.program
         wire = self._open_wire()
         order = self._own_order(program.orders if run_spec.orders is None else run_spec.orders)
         messages = self._messages_of(program, order)
         keys, batch, shapes = messages.keys(looks, caller.grad)
         step = digest(b"%d %s" % (self._steps, self._activity.method.encode()))
-        wire.open(keys, self._agreed(program) + batch + step, shapes)
+        wire.open(keys, self._agreed(program) + batch + step + digest(values), shapes)
         self._steps += 1
         run_spec.prepare(caller)
         start_s = time.perf_counter()
@@ -224,7 +227,9 @@ class ProcessExecutor:
             wire = self._open_wire()
             channels = OrderMessages(program, self._own_order(program.orders), self.grid.pipeline).none
             try:
-                wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
+                wire.open(
+                    channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps) + digest(b"")
+                )
                 self._steps += 1
                 run_spec.prepare(caller)
             except BaseException as error:

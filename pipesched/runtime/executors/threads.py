@@ -28,7 +28,7 @@ from pipesched.runtime.coordination.forked_process import Forked, end_in_childre
 from pipesched.runtime.executors.device_streams import DeviceStreams, Message, streams_for
 from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
-from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.caller_context import Caller, check_modes
 from pipesched.tensors.payload import Payload
 
 __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
@@ -167,11 +167,15 @@ class RunSegment:
         run = self._run
         rank = run.bound.ranks[index]
         streams = run.bound.streams_of_rank[index]
-        try:
-            with run.caller.held(), streams.entered():
+
+        def interpreted() -> None:
+            with run.caller.held(streams.device), streams.entered():
                 for _ in interpret(rank, streams, self._stamps[index]):
                     if run.stopping.is_set():
                         return
+
+        try:
+            run.caller.context.copy().run(interpreted)  # a context can be entered by one thread at a time
         except Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
@@ -315,7 +319,7 @@ class ThreadExecutor:
         bound = self._kept.pop(id(program), None)  # bound by an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
-        run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
+        run = self.begin(run_spec, self.caller(grad=grad), bound)
         try:
             timeline = run.finish(run.hand(bound.orders))
         except BaseException:
@@ -328,7 +332,11 @@ class ThreadExecutor:
         return timeline
 
     def caller(self, *, grad: bool) -> Caller:
-        """Return the inference mode and the autocast settings of this thread, with ``grad`` as the grad mode."""
+        """Return the settings of this thread, with ``grad`` as the grad mode.
+
+        Raises InputError if a mode or a hook of this thread cannot act in the ranks' threads.
+        """
+        check_modes()
         return Caller.here(self._device_types, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:

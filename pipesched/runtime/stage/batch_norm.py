@@ -203,7 +203,8 @@ class MiniBatchNorms:
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
         """Warn about layers whose normalisation or running statistics differ from an unsplit batch.
 
-        ``streams`` states whether steps overlap. Raises ScheduleError if steps overlap and the mode is "mini-batch".
+        ``streams`` states whether steps overlap. Raises ScheduleError if steps overlap and the mode is "mini-batch", or
+        if the program runs copies of layers with running statistics and the mode is "micro-batch".
         """
         if self.active:
             if streams:
@@ -222,9 +223,9 @@ class MiniBatchNorms:
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
-            warn(
-                f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; the "
-                f"running statistics of layer {and_more(names)} would miss these micro-batches; pass "
+            raise ScheduleError(
+                f"running statistics must include all micro-batches; {program.name} runs some of them on copies of the "
+                f"layers, and the running statistics of layer {and_more(names)} would miss these; pass "
                 f"numerics=Numerics(batch_norm='mini-batch') to include them, or use a schedule with a single chain of "
                 f"stages, such as dualpipe-v"
             )

@@ -35,7 +35,7 @@ from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
-from pipesched.tensors.layer_values import Noting
+from pipesched.tensors.layer_values import LayerValues, Noting
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.torch_functions import version_of
 from pipesched.tensors.tree_structure import tensors_in
@@ -164,7 +164,7 @@ class LayerRunner:
             call = noting.of_results(call)
         with self._mode, noting or _NO_CONTEXT:
             output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
-        return output if self._head is None else self._loss(self._head, saved, output, noting.own if noting else ())
+        return output if self._head is None else self._loss(self._head, saved, output, noting.own if noting else None)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
@@ -346,10 +346,10 @@ class LayerRunner:
                 return call_with(own, layer, args, kwargs)
         return call_with(own, layer, args, kwargs)
 
-    def _loss(self, head: Head, saved: MicrobatchState, output: Any, made: Collection[int]) -> Any:
+    def _loss(self, head: Head, saved: MicrobatchState, output: Any, made: LayerValues | None) -> Any:
         """Compute the scaled loss of the last stage's output; return the output itself if the step has no loss.
 
-        ``made`` holds the ids of the tensors that this forward has made, if they are recorded.
+        ``made`` holds the tensors that this forward has made, if they are recorded.
         """
         if self._step_data.keep_outputs:
             self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))

@@ -412,6 +412,14 @@ class _Neighbour:
                         f"batch on these ranks (a DistributedSampler must count the replicas of the pipeline, not the "
                         f"processes), or make the pipeline with distributed=Distributed(inputs='first')"
                     )
+                if name == "values":
+                    raise ExecutionError(
+                        f"all ranks of a pipeline must pass the same batch; rank {self.peer} has other values than "
+                        f"this rank in tensors of the same shapes; pass the same rows in the same order on these ranks "
+                        f"(seed the shuffling of all data loaders alike; a DistributedSampler must count the replicas "
+                        f"of the pipeline, not the processes), or make the pipeline with "
+                        f"distributed=Distributed(inputs='first')"
+                    )
                 raise ExecutionError(
                     f"all ranks must run the same steps with the same batches; rank {self.peer} has a different "
                     f"{name} in this step; call the same methods on every rank, in the same order, with the same "

@@ -4,10 +4,10 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Numerics, Pipeline
+from pipesched import Distributed, Numerics, Pipeline
 from pipesched.errors import ExecutionError
 from tests.support import places
 
@@ -120,3 +120,81 @@ def records_of_a_failure(group: Any) -> str:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
     return "\n".join(said)
+
+
+class Scaled(nn.Module):
+    """A chain of layers that multiplies its input by a plain number, if one is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * scale
+
+
+def passes_other_values(group: Any, change: str, method: str, inputs: Any) -> tuple[float, str]:
+    """Run two good calls, and a call in which the last rank passes other values of the same form.
+
+    Returns the last loss of the good calls, and the error of the other call.
+    """
+    odd = group.rank() == group.size() - 1
+    place = places.place(group, inputs)
+    with Pipeline(
+        Scaled(),
+        {"x": X[:2], "scale": 1.0},
+        loss_fn=functional.cross_entropy,
+        schedule="1f1b",
+        num_microbatches=4,
+        boundaries=["layers.1", "layers.2"][: group.size() - 1],
+        **place,
+    ) as pipe:
+        given: dict[str, Any] = {"x": X, "scale": 1.0, "target": Y}
+        passes = inputs == "all" or group.rank() == 0
+        for _ in range(2):
+            loss = float(getattr(pipe, method)(**(given if passes else {})))
+        x, scale, target = X, 1.0, Y
+        if odd and change == "values":
+            x = X + 1
+        elif odd and change == "order of rows":
+            x, target = X.flip(0), Y.flip(0)
+        elif odd and change == "target":
+            target = (Y + 1) % 4
+        elif odd and change == "plain number":
+            scale = 2.0
+        elif odd and change == "part of other storage":
+            x = (X + 1).T.contiguous().T
+        try:
+            float(getattr(pipe, method)(**({"x": x, "scale": scale, "target": target} if passes else {})))
+        except ExecutionError as error:
+            return loss, str(error)
+        return loss, ""
+
+
+def holds_other_weights(group: Any, change: str, weights: Any) -> tuple[str, float]:
+    """Build a pipeline on ranks with different weights. Returns the error, or the loss of a step."""
+    odd = group.rank() == group.size() - 1
+    built = model()
+    built.append(nn.BatchNorm1d(4))
+    if odd and change == "seed":
+        for parameter in built.parameters():
+            nn.init.normal_(parameter)
+    elif odd and change == "one weight":
+        built[0].weight.data.add_(0.5)
+    elif odd and change == "buffer":
+        built[4].running_mean.fill_(3)
+    elif change == "own stage alone":  # a rank has no values for the others' weights
+        for number, layer in enumerate(built):
+            if (number == 0) == odd:
+                layer.to("meta")
+    boundaries = [1, 2][: group.size() - 1]
+    distributed = Distributed(weights=weights, timeout=30)
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 4}
+    options["mesh"] = places.place(group)["mesh"]
+    try:
+        with Pipeline(built, X[:2], boundaries=boundaries, seed=1, distributed=distributed, **options) as pipe:
+            return "", float(pipe.step(X, target=Y))
+    except ExecutionError as error:
+        return str(error), 0.0

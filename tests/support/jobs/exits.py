@@ -21,6 +21,7 @@ OWN_ERROR = "ValueError: of the script's own"
 
 def main() -> None:
     place, schedule, end = sys.argv[1:]
+    torch.manual_seed(0)  # all ranks make the same model and the same batch
     torch.set_num_threads(1)
     choices = {"devices": ["cpu"] * 3}
     if place == "mesh":

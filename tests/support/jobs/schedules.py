@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Distributed, Pipeline, schedules
+from pipesched import Distributed, Numerics, Pipeline, schedules
 from pipesched.errors import ExecutionError
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.transport.channels import Outgoing
@@ -50,7 +50,7 @@ def gradients(pipe: Pipeline) -> dict[str, Tensor]:
 def shared_weights(group: Any, name: str, checkpoint: str) -> None:
     """Check that losses, gradients, buffers, weights and outputs are bit-identical to those in one process."""
     backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
-    expected, actual = pipes = pair(group, name, checkpoint=checkpoint)
+    expected, actual = pipes = pair(group, name, checkpoint=checkpoint, numerics=Numerics(batch_norm="mini-batch"))
     with expected, actual:
         optimizers = [torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9) for pipe in pipes]
         for step, rows in enumerate((19, 6, 3, 19)):
