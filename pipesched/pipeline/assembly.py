@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,8 +133,6 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
-        #: Whether the first calls of loss_fn are read, because it is no loss of torch.
-        self.reads_losses = spec.loss_fn is not None and not reduces(spec.loss_fn)
         #: The rules for gradients before an update; None if there are no rules.
         self.rules = spec.rules
         self._filling_s = 0.0
@@ -257,6 +256,11 @@ class Assembly:
     def wrapped(self) -> bool:
         """Whether ``wrap=`` may have changed the modules of stages."""
         return self._spec.wrap is not None
+
+    @cached_property
+    def reads_losses(self) -> bool:
+        """Whether the first calls of loss_fn are read, because it is no loss of torch."""
+        return self._spec.loss_fn is not None and not reduces(self._spec.loss_fn)
 
     @property
     def cut(self) -> StageLayers:

@@ -162,7 +162,8 @@ class LayerRunner:
         noting = None if layer_values is None else Noting(layer_values)
         if noting is not None:
             call = noting.of_results(call)
-        with self._mode, noting or _NO_CONTEXT:
+        inner = noting if self._compiled is None else None  # a compiled layer would be compiled for the mode
+        with self._mode, inner or _NO_CONTEXT:
             output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
         return output if self._head is None else self._loss(self._head, saved, output, noting.own if noting else None)
 
