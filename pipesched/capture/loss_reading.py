@@ -384,14 +384,16 @@ def _of_rows(call: _Call, values: _Values) -> _Tag:
     source = call.source
     if made is None or values == "selected":
         return values if made is None or made.shape == source.shape else Unclear(f"{call} of selected values")
-    if call.name in _SELECTS:
-        return _of_index(call, values)
     if call.name in _STACKS and None not in call.tags and values in ("rows", "elements"):
-        return "elements" if call.name == "stack" else "selected"  # of a list with an entry for each row
+        along_rows = made.dim() != source.dim() or made.shape[:1] != source.shape[:1]
+        equal = len({one.shape for one in call.taken}) == 1  # entries of a list may differ
+        return values if not along_rows else "elements" if equal else "selected"
     if call.name in _MOVES_DIMS | _RESHAPES:
         return values if values != "rows" or _leaves_rows(call, made, source) else "elements"
-    if call.name in _MATRIX_PRODUCTS and call.tags[0] == "rows" and made.shape[:1] == call.taken[0].shape[:1]:
-        return "rows"
+    if call.name in _SELECTS:
+        return _of_index(call, values)
+    if call.name in _MATRIX_PRODUCTS and call.tags[0] == "rows":
+        source, values = call.taken[0], "rows"
     same = made.shape[:1] == source.shape[:1] if values == "rows" else made.shape == source.shape
     return values if same else Unclear(f"{call}, which combines or leaves out rows")
 

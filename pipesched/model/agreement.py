@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pipesched.model.stale_weights import is_stale
 from pipesched.tensors.payload import opened, pytree
 from pipesched.tensors.sampled_values import digest_of_values
 
@@ -53,10 +54,11 @@ def facts_of_weights(model: nn.Module, gathered: Callable[[Facts], list[Facts]])
     first one.) A tensor on the meta device has no values: for such a tensor, the fact is that of the first rank that
     has values. ``gathered`` returns the facts of this replica's ranks.
     """
+    stale = is_stale(model)  # then each rank has new values for the weights that it trains alone
     own = {
         f"the values of {name}": digest_of_values(tensor, devices=True).hex()[:_DIGITS]
         for name, tensor in _tensors(model)
-        if not tensor.is_meta and not is_lazy(tensor)
+        if not tensor.is_meta and not is_lazy(tensor) and not stale
     }
     known: dict[str, str] = {}
     every = gathered(own)

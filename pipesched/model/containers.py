@@ -282,7 +282,7 @@ class Shells(_Copies):
                 return self._hand_over(stand_in, args, kwargs)
 
             names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
-            if self._reads is not None:
+            if self._reads is not None and not isinstance(layer, torch.jit.ScriptModule):
                 names["__getattribute__"] = self._noting(kind)
             if has_forward:
                 names["forward"] = functools.wraps(kind.forward)(hand_over)

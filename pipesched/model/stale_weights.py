@@ -20,7 +20,7 @@ from pipesched.errors import ExecutionError
 from pipesched.model.watched_parameters import watched
 from pipesched.user_warning import warn
 
-__all__ = ["Placement", "StaleGuard", "StaleHook", "check_not_stale", "release_model"]
+__all__ = ["Placement", "StaleGuard", "StaleHook", "check_not_stale", "is_stale", "release_model"]
 
 _REMEDY = (
     "call the pipeline's gather_model() on every rank, before or after close(), or load a complete state_dict into the "
@@ -202,6 +202,11 @@ def release_model(model: nn.Module) -> None:
     """Remove the hooks. Called when all weights of the model are up to date."""
     if (hook := _hook_on(model)) is not None:
         hook.remove()
+
+
+def is_stale(model: nn.Module) -> bool:
+    """Return whether the model has stale weights."""
+    return _hook_on(model) is not None
 
 
 def check_not_stale(model: nn.Module) -> None:

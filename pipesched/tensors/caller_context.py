@@ -29,7 +29,7 @@ class Caller:
     autocasts: tuple[dict[str, Any], ...]
     #: The device on which torch makes tensors; None for the CPU.
     default_device: torch.device | None = None
-    context: Context = field(default_factory=copy_context, compare=False)
+    context: Context = field(default_factory=copy_context, compare=False, repr=False)
 
     @classmethod
     def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":

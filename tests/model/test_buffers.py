@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.errors import ExecutionError
 from pipesched.testing import reference_step
 from tests.support.models import every_product_deferred
@@ -162,7 +162,8 @@ def test_also_of_a_loss_module() -> None:
     options: dict[str, Any] = {"num_microbatches": 4, "seed": 5}
     own, plain = made(Blocks), made(Blocks)
     own_loss, plain_loss = made(ScaledLoss), made(ScaledLoss)
-    due = reference_step(plain, FLOATS, target=FLOATS, loss_fn=plain_loss, **options)
+    due = reference_step(plain, FLOATS, target=FLOATS, loss_fn=plain_loss, loss_reduction="mean", **options)
+    options["numerics"] = Numerics(loss_reduction="mean")
     with Pipeline(own, FLOATS[:2], devices=["cpu"] * 2, schedule="gpipe", loss_fn=own_loss, **options) as pipe:
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
     for one, other in zip(own.parameters(), plain.parameters(), strict=True):

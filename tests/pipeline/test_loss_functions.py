@@ -86,6 +86,10 @@ OF_VALUES: dict[str, Loss] = {
     "batchmean": lambda output, target: functional.kl_div(
         output.log_softmax(1), target.softmax(1), reduction="batchmean"
     ),
+    "several terms beside each other": lambda output, target: (
+        torch.cat([output - target, output.sin()], -1).square().mean()
+    ),
+    "several terms below each other": lambda output, target: torch.cat([output - target, output.sin()]).square().sum(),
     "transposed": lambda output, target: (output - target).T.square().mean(),
     "flat": lambda output, target: mse(output.flatten(), target.flatten()),
     "a multiple": lambda output, target: 3.5 * mse(output, target) - 1,

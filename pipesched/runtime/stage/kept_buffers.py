@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
 
         Values are compared, because some operators change a tensor without incrementing its version counter.
         """
-        if self.module._buffers.get(self.name) is not self.buffer or version_of(self.buffer) != self.version:
+        if version_of(self.buffer) != self.version or _buffers(self.module).get(self.name) is not self.buffer:
             return True
         return self.copy is not None and not torch.equal(self.buffer, self.copy)
 
@@ -61,21 +61,26 @@ class KeptBuffers:
     @torch.no_grad()
     def _kept(self) -> list[_Kept]:
         if self._changing is None:
-            places = [(module, name) for root in self._roots for module in root.modules() for name in module._buffers]
+            places = [(module, name) for root in self._roots for module in root.modules() for name in _buffers(module)]
         else:
             places = list(self._changing)
         kept = []
         for module, name in dict.fromkeys(places):
-            buffer = module._buffers.get(name)
+            buffer = _buffers(module).get(name)
             if buffer is not None and not buffer.is_meta:
                 copy = None if is_expanded(buffer) else buffer.clone()
                 kept.append(_Kept(module, name, buffer, version_of(buffer), copy))
         return kept
 
 
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(recurse=False))
+
+
 @torch.no_grad()
 def _restore(kept: Sequence[_Kept]) -> None:
     for one in kept:
-        one.module._buffers[one.name] = one.buffer
+        if not isinstance(one.module, torch.jit.ScriptModule):  # scripted code cannot replace a buffer
+            one.module._buffers[one.name] = one.buffer
         if one.copy is not None and not torch.equal(one.buffer, one.copy):
             one.buffer.copy_(one.copy)

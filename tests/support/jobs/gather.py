@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Distributed, Pipeline
+from pipesched import Distributed, Numerics, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
 from tests.support.models import mixed_model
@@ -110,7 +110,10 @@ def gathered(group: Any, kind: str, schedule: str, rank: int | None, closed: boo
     model, chunks = model_of(kind), 2 if schedule == "zb-v" else 1
     parameters, told = dict(model.named_parameters()), rank in (None, group.rank())
     boundaries = cut(kind, group.size() * chunks)
-    with pipeline(group, model, schedule=schedule, boundaries=boundaries, optimizer=None) as pipe:
+    options: dict[str, Any] = {"schedule": schedule, "boundaries": boundaries, "optimizer": None}
+    if schedule == "chimera":  # copies of layers have no running statistics of their own
+        options["numerics"] = Numerics(batch_norm="mini-batch")
+    with pipeline(group, model, **options) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.05)
         for step in range(2):
             pipe.step(X, target=Y)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Pipeline, schedules
+from pipesched import Numerics, Pipeline, schedules
 from pipesched.errors import InputError, PipeschedError
 from pipesched.model import safetensors_files as weight_files
 from pipesched.testing import reference_step
@@ -163,7 +163,8 @@ def two_directions(group: places.Group) -> None:
     plain = row()
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
-    for schedule, options in (("chimera", {"checkpoint": "always"}), ("1f1b", optimizer)):
+    copies = {"checkpoint": "always", "numerics": Numerics(batch_norm="mini-batch")}
+    for schedule, options in (("chimera", copies), ("1f1b", optimizer)):
         losses = []
         for model, init in ((empty_row(), state), (_with(state), None)):
             with row_pipeline(
