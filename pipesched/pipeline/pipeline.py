@@ -210,7 +210,7 @@ class Pipeline(SavingInterface):
                 layers=dict(layers.layers),
                 initial=initial,
                 batch_norm=numerics.batch_norm,
-                compiled=compiler(compile, numerics.batch_norm),
+                compiled=compiler(compile, numerics.batch_norm, in_threads=mesh is None),
                 wrap=wrap,
                 gather_once=distributed.gather_once,
                 optimizer=optimizer,

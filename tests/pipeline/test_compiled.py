@@ -14,8 +14,9 @@ from pipesched.testing import reference_step
 from tests.support import added_losses
 from tests.support import branching_models as zoo
 from tests.support.models import assert_equal_bits, gradients, mixed_model
+from tests.support.torch_versions import compiles_in_threads
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), compiles_in_threads]
 
 TRACED = {"backend": "aot_eager"}  # everything but the code generation, which takes long
 

@@ -29,6 +29,7 @@ from tests.support.jobs.keeping import LAYERS, SCHEDULES, WORDS, X, Y, assert_tr
 from tests.support.models import Function, compare_step, mixed_model
 from tests.support.peer_cases import mse
 from tests.support.rank_processes import FORKED
+from tests.support.torch_versions import compiles_in_threads
 
 pytestmark = pytest.mark.usefixtures("every_product_deferred")
 
@@ -326,6 +327,7 @@ def compiled_are_the_same() -> bool:
     return all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
+@compiles_in_threads
 def test_compiled_layers_run_again_and_go_to_the_host() -> None:
     """In a process of its own: torch's compiler depends on what a process has run before, and leaves layers as they are
     once it has compiled them eight times.

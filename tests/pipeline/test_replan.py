@@ -20,6 +20,7 @@ from pipesched.testing import reference_step
 from tests.support import branching_models as zoo
 from tests.support.async_replay import SEED, adam, batch, pipeline, sgd, transformer
 from tests.support.models import ScaledLoss, assert_equal_bits, gradients, mixed_model
+from tests.support.torch_versions import compiles_in_threads
 
 pytestmark = [
     pytest.mark.usefixtures("every_product_deferred"),
@@ -247,6 +248,7 @@ def test_a_filled_model_is_not_filled_again() -> None:
         assert pipe.step(X, target=Y).isfinite()
 
 
+@compiles_in_threads
 def test_layers_go_on_compiled() -> None:
     expected, actual = zoo.made("residual")[0], zoo.made("residual")[0]
     changing = plans(lambda **kinds: zoo.pipeline("residual", zoo.made("residual")[0], **kinds), [PLANS[4], PLANS[0]])

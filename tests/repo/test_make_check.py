@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.support.torch_types import needs_torch_types
+from tests.support.torch_versions import needs_torch_types
 
 ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

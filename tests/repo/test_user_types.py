@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from tests.support.pages import sessions
-from tests.support.torch_types import needs_torch_types
+from tests.support.torch_versions import needs_torch_types
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 
 from pipesched.capture.stage_body import call_with
 from pipesched.checks import shown
-from pipesched.errors import InputError
+from pipesched.errors import InputError, TorchVersionError
 from pipesched.model.fingerprint import fingerprint, form_of
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.tensors.added_losses import Route, added_loss, routed
@@ -25,18 +26,24 @@ from pipesched.tensors.keyed_random import KeyedRandom
 
 __all__ = ["Compiled", "compiler"]
 
+_COMPILES_IN_THREADS = "2.13"  # the first tested version of torch whose compiler does not crash in threads
+
 #: Compiled functions, keyed by device and layer structure.
 _Made = dict[tuple[torch.device, str], Callable[..., Any]]
 
 
-def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device], Compiled | None]":
+def compiler(
+    compile: Any, batch_norm: BatchNormMode, *, in_threads: bool
+) -> "Callable[[torch.device], Compiled | None]":
     """Return a function that makes a `Compiled` for a stage's device, or returns None if ``compile`` is False.
 
     Args:
         compile: True, False, or a dict of arguments for ``torch.compile``, as in Pipeline.
         batch_norm: the option ``batch_norm`` of the pipeline.
+        in_threads: whether ranks are threads of one process.
 
     Raises:
+        TorchVersionError: the compiler of this torch crashes in threads.
         InputError: ``compile`` has another type, torch.compile refuses its arguments, or ``batch_norm`` is "mini-batch"
             and ``compile`` is not False.
 
@@ -52,6 +59,12 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
         raise InputError(
             "batch_norm='mini-batch' must be used without compile=, because pipesched cannot intercept batch_norm "
             "calls inside compiled layers; both options were passed; leave one option out"
+        )
+    if in_threads and TorchVersion(torch.__version__) < _COMPILES_IN_THREADS:
+        raise TorchVersionError(
+            f"compile= in one process needs torch {_COMPILES_IN_THREADS} or newer, because the compiler of earlier "
+            f"versions can crash in a second pipeline's threads; torch {torch.__version__} is installed; install a "
+            f"newer torch, leave compile= out, or run one process for each stage with mesh="
         )
     options = {} if compile is True else dict(compile)
     if options:
