@@ -312,7 +312,7 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
             gc.disable()
             try:
                 made.clear()
-                x, y = X.clone(), Y.clone()
+                x, y = X.clone(), Y.float()
                 made.extend(weakref.ref(tensor.untyped_storage()) for tensor in (x, y))
                 step(x, target=y)
                 del x, y
