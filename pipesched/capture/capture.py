@@ -152,6 +152,8 @@ class Capture:
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()
+    #: The layers that the model's own code calls inside ``torch.utils.checkpoint``.
+    recomputed: set[str] = field(default_factory=set)
     #: (layer, attribute) of the plain values of layers that the code between layers reads, such as ``training``.
     attributes_read: set[tuple[str, str]] = field(default_factory=set)
     #: Call index -> the Value of each tensor in ``examples``, or None for a tensor without a Value.

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -211,6 +211,16 @@ class CapturedModel:
                         f"{tensor.layout} that {maker} returns; convert the tensor before it leaves the layer "
                         f"(to_dense, torch.nested.to_padded_tensor), or begin the stage elsewhere with boundaries="
                     )
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        return frozenset().union(*(capture.recomputed for capture in self.captures.values()))
+
+    def examples(self, layers: Collection[str]) -> Iterator[tuple[str, Any]]:
+        capture = self.primary_capture
+        for call in capture.layer_calls:
+            if call.layer in layers and call.index in capture.examples:
+                yield call.layer, capture.examples[call.index]
 
     def passed(self) -> Generator[tuple[str, Any]]:
         """Yield nothing, because captured stages send single tensors and numbers, not whole outputs of layers."""

@@ -1,6 +1,6 @@
 """Layered model: any model as a sequence of layers that can be measured, cut into stages, and run."""
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from inspect import signature
@@ -57,6 +57,13 @@ class LayeredModel(Protocol):
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Return, for each stage, the names of weights and buffers that the calls of this stage write to."""
+
+    @property
+    def recomputed(self) -> Collection[str]:
+        """The layers that the model's own code calls inside ``torch.utils.checkpoint``."""
+
+    def examples(self, layers: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Iterate over (layer, (args, kwargs)) of the sample's calls of these layers, in call order."""
 
     def reached(self, cut: StageLayers, *, frozen: bool = False) -> Sequence[tuple[str, str, int]]:
         """Return the layers that use another layer's parameter without getting it as an argument.
@@ -248,6 +255,7 @@ class LayersInARow:
     """An nn.Sequential whose layers share no parameters."""
 
     may_branch = False
+    recomputed: Collection[str] = frozenset()
 
     def __init__(
         self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
@@ -321,6 +329,16 @@ class LayersInARow:
     def reached(self, cut: StageLayers, *, frozen: bool = False) -> Sequence[tuple[str, str, int]]:
         """Return an empty list, because the use of parameters is not recorded for an nn.Sequential."""
         return []
+
+    def examples(self, layers: Collection[str]) -> Iterator[tuple[str, Any]]:
+        given: Any = self.sample
+        found = []
+        with suppress(LayerError):  # a layer that fails on the sample fails in the first step, too
+            for name, output in self.passed():
+                if name in layers:
+                    found.append((name, given))
+                given = (output,), {}
+        yield from found
 
     def passed(self) -> Generator[tuple[str, Any]]:
         return self._run(self._model.training, [])

@@ -180,9 +180,10 @@ class _Recorder(TorchFunctionMode):
         self._transforms.join()
         for region, (first, call) in self._regions.items():
             call.join(first.index)
-            names = [
-                own.layer.split(".")[:-1] for own in self._capture.calls[first.index : call.index + 1] if own.layer
-            ]
+            layers = [own.layer for own in self._capture.calls[first.index : call.index + 1] if own.layer]
+            names = [layer.split(".")[:-1] for layer in layers]
+            if not region.of_function:
+                self._capture.recomputed.update(layers)
             if names and region.of_function:
                 self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # commonprefix of lists
         calls = self._capture.calls

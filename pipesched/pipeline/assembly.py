@@ -24,6 +24,7 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
+from pipesched.pipeline.recompute_checks import check_recomputed
 from pipesched.pipeline.replica_checks import (
     TREE,
     ZERO_3,
@@ -372,6 +373,7 @@ class Assembly:
             stages[index] = make(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
             stages[index].gradients = self._gradients(index)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
+        self._check_recomputed(stages.values())
         return dict(sorted(stages.items()))
 
     def _loss_rule(self, stage: int, part: int) -> LossRule | None:
@@ -398,6 +400,24 @@ class Assembly:
             return places.get(id(tensor), "") if tensor.requires_grad else ""
 
         return LossRule(weighs=spec.weighs_losses, rows_in_front=spec.rows_in_front, elsewhere=elsewhere)
+
+    def _check_recomputed(self, stages: Iterable[Stage]) -> None:
+        """Raise GraphError if recomputation would change the gradients of a layer in these stages."""
+        spec = self._spec
+        chosen = {name: word for (name, _), word in self.checkpoint_of_call.items() if word != "offload"}
+        if twice := sorted(chosen.keys() & spec.layered.recomputed):
+            raise GraphError(
+                f"a layer must be recomputed by the pipeline or by the model, not by both; the model's code calls "
+                f"{and_more(twice)} inside torch.utils.checkpoint, and checkpoint= recomputes it, too; leave it out of "
+                f"checkpoint=, or do not call torch.utils.checkpoint"
+            )
+        if self.programs.checkpoint in ("always", "except_last"):
+            chosen = dict.fromkeys(spec.layers, "recompute")
+        if not chosen or spec.wrap is not None or spec.compiled(torch.device("cpu")) is not None:
+            return
+        tried: set[Any] = set()
+        for stage in stages:
+            check_recomputed(spec.layered, stage.layers, chosen, stage.device, tried)
 
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
         """Check that the program can run stages whose weights are sharded across several processes."""

@@ -1,0 +1,205 @@
+"""A layer is recomputed only if its gradients are those of no recomputation; else it is refused by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from pipesched import Pipeline
+from pipesched.errors import ExecutionError, GraphError
+from pipesched.testing import reference_step
+
+X, Y = torch.linspace(-1, 1, 128).reshape(16, 8), torch.linspace(1, -1, 128).reshape(16, 8)
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x) * torch.rand(x.shape, generator=self.generator)
+        return made
+
+
+class GradientInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(point).square().sum(), point, create_graph=True)
+        made: Tensor = self.linear(x) + slope
+        return made
+
+
+class InPlace(nn.Module):
+    """Changes the result of a matrix product in place, which "recompute-cheap" keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = (x @ self.linear.weight).mul_(2).sin()
+        return made
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.inner = kind(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x[None])[0][0]
+        return made
+
+
+class Counting(nn.Module):
+    """Counts its calls in an attribute of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(8, 8), SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.calls += 1
+        made: Tensor = self.linear(x).sin() * self.state.calls
+        return made
+
+
+class Checkpointing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(lambda x: self.linear(x).sin(), x, use_reentrant=False)
+        return made
+
+
+class Whole(nn.Module):
+    """One layer with several modules."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.parts(x)
+        return made
+
+
+BAD: dict[str, tuple[Any, set[str]]] = {
+    "count in an object": (Counting, {"recompute", "recompute-cheap"}),
+    "own generator": (OwnGenerator, {"recompute", "recompute-cheap"}),
+    "RReLU": (lambda: Whole(nn.Linear(8, 8), nn.RReLU()), {"recompute", "recompute-cheap"}),
+    "gradient inside": (GradientInside, {"recompute-cheap"}),
+    "in place": (InPlace, {"recompute-cheap"}),
+    "ReLU in place": (lambda: Whole(nn.Linear(8, 8), nn.ReLU(inplace=True)), {"recompute-cheap"}),
+    "GRU": (lambda: Recurrent(nn.GRU), {"recompute-cheap"}),
+}
+GOOD: dict[str, Any] = {
+    "linear": lambda: Whole(nn.Linear(8, 8), nn.Tanh()),
+    "dropout": lambda: Whole(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()),
+    "batch norm": lambda: Whole(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "checkpoints itself": Checkpointing,
+}
+
+
+def model(make: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), make(), make(), nn.Linear(8, 8))
+
+
+def pipeline(layers: nn.Module, **options: Any) -> Pipeline:
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "schedule": "1f1b", "num_microbatches": 4, "boundaries": [2]}
+    return Pipeline(layers, X[:4], loss_fn=functional.mse_loss, seed=1, **{**given, **options})
+
+
+def check(pipe: Pipeline, ours: nn.Module, plain: nn.Module) -> None:
+    loss = pipe.step(X, target=Y)
+    due = reference_step(plain, X, loss_fn=functional.mse_loss, target=Y, num_microbatches=4, seed=1)
+    assert torch.equal(loss, due)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
+@pytest.mark.parametrize("word", ["recompute", "recompute-cheap", "always"])
+@pytest.mark.parametrize("name", [*BAD, *GOOD])
+def test_a_layer_is_recomputed_with_the_bits_of_no_recomputation_or_is_refused(name: str, word: str) -> None:
+    make, faults = BAD.get(name, (GOOD.get(name), set()))
+    ours, plain = model(make), model(make)
+    option: Any = {"1": word, "2": word} if word != "always" else word
+    if ("recompute" if word == "always" else word) in faults:
+        with pytest.raises(GraphError, match=r"layer '[12]' \(\w+\) does not: it"):
+            pipeline(ours, checkpoint=option)
+        return
+    with pipeline(ours, checkpoint=option) as pipe:
+        if name == "gradient inside" and word == "always":
+            with pytest.raises(ExecutionError, match="must not compute gradients in its forward"):
+                pipe.step(X, target=Y)
+            return
+        check(pipe, ours, plain)
+
+
+def test_the_remedy_for_cheap_recomputation_works() -> None:
+    with pytest.raises(GraphError, match="choose 'recompute' for this layer"):
+        pipeline(model(lambda: Recurrent(nn.GRU)), checkpoint={"1": "recompute-cheap"})
+    with pytest.raises(GraphError, match="leave this layer out of checkpoint=, or offload"):
+        pipeline(model(OwnGenerator), checkpoint={"1": "recompute"})
+    pipeline(model(OwnGenerator), checkpoint={"1": "offload"}).close()
+
+
+@pytest.mark.parametrize("make", [GOOD["dropout"], OwnGenerator, Counting])
+def test_a_trial_leaves_the_layer_as_it_was(make: Any) -> None:
+    layers = model(make)
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    seed = torch.get_rng_state()
+    try:
+        pipeline(layers, checkpoint={"1": "recompute"}).close()
+    except GraphError:
+        if make is Counting:
+            assert layers[1].state.calls == 0
+            return
+        assert torch.equal(layers[1].generator.get_state(), torch.Generator().manual_seed(3).get_state())
+    torch.testing.assert_close(layers.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert all(parameter.grad is None for parameter in layers.parameters())
+
+
+class Blocks(nn.Module):
+    """Its own code recomputes its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.free = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        for layer in self.free:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("word", ["recompute", "recompute-cheap"])
+def test_a_layer_that_the_model_recomputes_is_not_recomputed_again(word: Any) -> None:
+    options: dict[str, Any] = {"boundaries": ["free.0"]}
+    with pytest.raises(GraphError, match=r"by the pipeline or by the model, not by both; .* calls 'blocks"):
+        pipeline(Blocks(), checkpoint={"blocks.1.0": word}, **options)
+    ours, plain = Blocks(), Blocks()
+    with pipeline(ours, checkpoint={"free.1": word}, **options) as pipe:
+        check(pipe, ours, plain)
