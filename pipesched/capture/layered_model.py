@@ -333,7 +333,7 @@ class LayersInARow:
     def examples(self, layers: Collection[str]) -> Iterator[tuple[str, Any]]:
         given: Any = self.sample
         found = []
-        with suppress(LayerError):  # a layer that fails on the sample fails in the first step, too
+        with suppress(Exception):  # the layers of another rank may have no weights here
             for name, output in self.passed():
                 if name in layers:
                     found.append((name, given))

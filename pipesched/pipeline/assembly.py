@@ -404,7 +404,8 @@ class Assembly:
     def _check_recomputed(self, stages: Iterable[Stage]) -> None:
         """Raise GraphError if recomputation would change the gradients of a layer in these stages."""
         spec = self._spec
-        chosen = {name: word for (name, _), word in self.checkpoint_of_call.items() if word != "offload"}
+        words = self.checkpoint_of_call.items()
+        chosen: dict[str, Any] = {name: word for (name, _), word in words if word != "offload"}
         if twice := sorted(chosen.keys() & spec.layered.recomputed):
             raise GraphError(
                 f"a layer must be recomputed by the pipeline or by the model, not by both; the model's code calls "
@@ -412,7 +413,7 @@ class Assembly:
                 f"checkpoint=, or do not call torch.utils.checkpoint"
             )
         if self.programs.checkpoint in ("always", "except_last"):
-            chosen = dict.fromkeys(spec.layers, "recompute")
+            chosen = dict.fromkeys(spec.layers, "always")
         if not chosen or spec.wrap is not None or spec.compiled(torch.device("cpu")) is not None:
             return
         tried: set[Any] = set()

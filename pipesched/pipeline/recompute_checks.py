@@ -1,7 +1,7 @@
 """Recompute checks: refuses to recompute layers whose gradients would change."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ __all__ = ["check_recomputed"]
 def check_recomputed(
     layered: LayeredModel,
     layers: Mapping[str, nn.Module],
-    words: Mapping[str, LayerCheckpoint],
+    words: Mapping[str, LayerCheckpoint | Literal["always"]],
     device: torch.device,
     tried: set[Any],
 ) -> None:
@@ -28,7 +28,7 @@ def check_recomputed(
     Args:
         layered: the model.
         layers: layer name -> the module that the stage calls.
-        words: layer name -> "recompute" or "recompute-cheap".
+        words: layer name -> "recompute", "recompute-cheap", or "always" for the layers of checkpointed stages.
         device: the device of the stage.
         tried: kinds of layers that have been tried. This function adds kinds. Layers of one kind have the same class,
             code, settings and shapes.
@@ -43,7 +43,9 @@ def check_recomputed(
         tried.add(kind)
         if fault := fault_of_recompute(layer, args, kwargs, word, device):
             remedy = "leave this layer out of checkpoint=, or offload its activations with 'offload'"
-            if word != "recompute" and not fault_of_recompute(layer, args, kwargs, "recompute", device):
+            if word == "always":
+                remedy = "use checkpoint='never', or name the layers to recompute in checkpoint="
+            elif word != "recompute" and not fault_of_recompute(layer, args, kwargs, "recompute", device):
                 remedy = "choose 'recompute' for this layer, or leave it out of checkpoint="
             raise GraphError(
                 f"a layer that is recomputed must have the gradients that it has without recomputation; with {word!r}, "

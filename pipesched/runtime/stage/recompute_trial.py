@@ -7,15 +7,16 @@ of such layers would be complete, so each layer that a pipeline recomputes is tr
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipesched.capture.stage_body import call_with
-from pipesched.model.state_guard import has_attributes, same_bits, untouched
+from pipesched.model.state_guard import same_bits, untouched
 from pipesched.program.checkpoint_options import LayerCheckpoint
+from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_values
 from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.function_mode import Intercept
@@ -30,7 +31,11 @@ _Act = Callable[[KeyedRandom, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def fault_of_recompute(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], word: LayerCheckpoint, device: torch.device
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    word: LayerCheckpoint | Literal["always"],
+    device: torch.device,
 ) -> str:
     """Return why a layer must not be recomputed; "" if recomputation leaves its gradients as they are.
 
@@ -38,26 +43,23 @@ def fault_of_recompute(
         layer: the user's module. Its state is the same afterwards.
         args: positional arguments of a call.
         kwargs: keyword arguments of the call.
-        word: "recompute" or "recompute-cheap".
+        word: "recompute" or "recompute-cheap"; "always" if a stage with this layer runs again before its backward.
         device: the device of the layer.
 
     """
     plain = partial(_run, layer)
-    again = partial(_run_recomputed, layer, word == "recompute-cheap")
+    again = partial(_run_twice, layer) if word == "always" else partial(_run_recomputed, layer, word)
     try:
-        (first, state), (second, _) = (_results(layer, plain, args, kwargs, device) for _ in range(2))
+        first, second = (_results(layer, plain, args, kwargs, device) for _ in range(2))
     except Exception:  # a layer that fails on the sample fails in the first step, too, which says why
         return ""
     if not _equal(first, second):
         return ""  # a layer whose results vary by themselves cannot be compared
     try:
-        third, state_again = _results(layer, again, args, kwargs, device)
+        third = _results(layer, again, args, kwargs, device)
     except Exception as error:
         return f"its backward fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    if not _equal(first, third):
-        return "it has other gradients"
-    same = state.keys() == state_again.keys() and all(_alike(state[key], state_again[key]) for key in state)
-    return "" if same else "it changes its state twice"
+    return "" if _equal(first, third) else "it has other gradients, or another output in the next forward,"
 
 
 def _run(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,62 +67,65 @@ def _run(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwargs: d
 
 
 def _run_recomputed(
-    layer: nn.Module, cheap: bool, random: KeyedRandom, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, word: LayerCheckpoint, random: KeyedRandom, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def run(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_with(own, layer, args, kwargs)
 
-    return RecomputedLayers(random, Deferral()).call(_CALL, layer, {}, run, args, kwargs, cheap=cheap)
+    return RecomputedLayers(random, Deferral()).call(
+        _CALL, layer, {}, run, args, kwargs, cheap=word == "recompute-cheap"
+    )
+
+
+def _run_twice(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a layer as a checkpointed stage does: first for its output, and then again for its gradients."""
+    changes = AttributeChanges([layer])
+    before = changes.before()
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    place = random.place
+    kept = map_tensors(Tensor.clone, (args, kwargs))
+    call_with({}, layer, args, kwargs)
+    attributes = changes.after(before)
+    with random.repeated(place), with_values(attributes):
+        return call_with(buffers, layer, *kept)
 
 
 def _results(
     layer: nn.Module, act: _Act, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[list[Tensor | None], dict[tuple[int, str], Any]]:
-    """Return the outputs of a call, the gradients of its inputs and of the layer's weights, and the layer's state."""
-    given: dict[int, Tensor] = {}
+) -> list[Tensor | None]:
+    """Return the outputs of a call, the gradients of its inputs and of the layer's weights, and another call's outputs.
+
+    The other call follows the backward of the first. Its outputs show whether the backward has changed the layer.
+    """
+    leaves: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in given:
+        if id(tensor) not in leaves:
             trains = tensor.is_floating_point() or tensor.is_complex()
-            given[id(tensor)] = tensor.detach().to(device, copy=True).requires_grad_(trains)
-        return given[id(tensor)]
+            leaves[id(tensor)] = tensor.detach().to(device, copy=True).requires_grad_(trains)
+        return leaves[id(tensor)].clone()  # no leaf, so that the layer may change its input in place
 
-    args, kwargs = map_tensors(copied, (args, kwargs))
-    leaves = [tensor for tensor in given.values() if tensor.requires_grad]
     random = KeyedRandom(device)
+
+    def called(number: int) -> list[Tensor]:
+        random.enter(Key(0, 0, number), *_CALL)
+        entered: dict[int, Tensor] = {}
+        given = map_tensors(lambda tensor: entered.setdefault(id(tensor), copied(tensor)), (args, kwargs))
+        with Intercept(random), random.outside(*_CALL):
+            return list(tensors_in(act(random, *given)))
+
     with _apart(layer):
-        random.enter(Key(0, 0, 0), *_CALL)
-        with Intercept(random):  # the clones are no leaves, so that the layer may change its inputs in place
-            entered = {id(leaf): leaf.clone() for leaf in leaves}
-            args, kwargs = map_tensors(lambda tensor: entered.get(id(tensor), tensor), (args, kwargs))
-            output = act(random, args, kwargs)
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        wanted = [*leaves, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
-        if not outputs or not wanted:
-            return [tensor.detach().clone() for tensor in tensors_in(output)], _state(layer)
-        values = [tensor.detach().clone() for tensor in outputs]
-        edges, ends = ([get_gradient_edge(tensor) for tensor in own] for own in (outputs, wanted))
-        with Intercept(InBackward(random)):  # of edges, because for tensors torch would disable the mode
-            grads = torch.autograd.grad(edges, ends, [value.cos() for value in values], allow_unused=True)
-        return [*values, *(None if grad is None else grad.clone() for grad in grads)], _state(layer)
-
-
-def _state(layer: nn.Module) -> dict[tuple[int, str], Any]:
-    """Return the plain values and the tensors that a layer keeps in attributes, and in the attributes of objects."""
-    tables = [vars(module) for module in layer.modules()]
-    tables += [vars(value) for table in tables for value in table.values() if has_attributes(value)]
-    return {
-        (number, name): value.detach().clone() if isinstance(value, Tensor) else value
-        for number, table in enumerate(tables)
-        for name, value in table.items()
-        if type(value) in (Tensor, bool, int, float, str)
-    }
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and _same(one, other)
-    return repr(one) == repr(other)
+        outputs = called(0)
+        values: list[Tensor | None] = [tensor.detach().clone() for tensor in outputs]
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        wanted = [leaf for leaf in (*leaves.values(), *layer.parameters()) if leaf.requires_grad]
+        if roots and wanted:
+            seeds = [root.detach().cos() for root in roots]
+            edges, ends = ([get_gradient_edge(tensor) for tensor in own] for own in (roots, wanted))
+            with Intercept(InBackward(random)):  # of edges, because for tensors torch would disable the mode
+                grads = torch.autograd.grad(edges, ends, seeds, allow_unused=True)
+            values += [None if grad is None else grad.clone() for grad in grads]
+        return values + [tensor.detach().clone() for tensor in called(1)]
 
 
 @contextmanager
