@@ -322,10 +322,12 @@ class Alarm:
         job = self._job
         if job is None or not numbers:
             return dict(answers)
+        # The host of the store may be the silent rank, and other ranks wait for the result of this search.
+        patience_s = _PATIENCE_S / (2 if ENDED in answers.values() else 8)
         with suppress(RuntimeError):
             numbers = asked(
                 lambda: {number for number in numbers if not job.check([f"{_PEOPLE}/{number}/{_SIGNED_OFF}"])},
-                _PATIENCE_S / 2,
+                patience_s,
             )
         blamable = {self._elsewhere[number].name for number in numbers}
         return {name: answer for name, answer in answers.items() if isinstance(answer, State) or name in blamable}

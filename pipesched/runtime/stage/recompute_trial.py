@@ -21,6 +21,7 @@ from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
+from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = ["fault_of_recompute"]
@@ -81,9 +82,10 @@ def _run_twice(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwa
     """Run a layer as a checkpointed stage does: first for its output, and then again for its gradients."""
     changes = AttributeChanges([layer])
     before = changes.before()
-    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    buffers = {name: with_attributes_of(buffer, buffer.clone()) for name, buffer in layer.named_buffers()}
     place = random.place
-    kept = map_tensors(Tensor.clone, (args, kwargs))
+    clones: dict[int, Tensor] = {}  # a tensor that is passed twice stays one tensor
+    kept = map_tensors(lambda tensor: clones.setdefault(id(tensor), tensor.clone()), (args, kwargs))
     call_with({}, layer, args, kwargs)
     attributes = changes.after(before)
     with random.repeated(place), with_values(attributes):
