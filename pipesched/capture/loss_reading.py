@@ -1,8 +1,8 @@
 """Loss reading: finds how a loss function reduces over the rows of a batch, from the torch functions that it calls.
 
-A function mode around a call of the loss notes, for each tensor, what it contains: values of single rows, or a mean or
-a sum over all of them. Sums and multiples of means are means. Anything else that becomes the loss, such as a quotient
-of two sums, is unclear: the micro-batches' losses would have unknown weights.
+A function mode runs around a call of the loss. It tags each tensor: the tensor holds values of single rows, a mean over
+all rows, or a sum over all rows. Sums and multiples of means are means. Any other result, such as a quotient of two
+sums, is unclear, because the weights of the micro-batches do not follow from it.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipesched.capture.loss_reduction import LossReduction, counting
+from pipesched.capture.loss_reduction import LossReduction, counting, stated_reduction
 from pipesched.errors import InputError
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.tensor_table import TensorTable
@@ -24,9 +24,10 @@ from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Counted", "LossReader", "Reduced", "Unclear", "Weight"]
 
-#: What the values of a tensor belong to: "rows" if each entry of dim 0 belongs to one row of the batch, "elements" if
-#: the tensor has an equal number of values for each row, "selected" if rows may have different numbers of values. If
-#: elements were averaged or added over some dims, it is unknown whether these dims had the rows: "means" or "sums".
+#: How the values of a tensor relate to the rows of the batch: "rows" if each entry of dim 0 belongs to one row,
+#: "elements" if the tensor has an equal number of values for each row, "selected" if rows may have different numbers of
+#: values. If elements were averaged or added over some dims, it is unknown whether these dims had the rows: "means" or
+#: "sums".
 _Values = Literal["rows", "elements", "means", "sums", "selected"]
 
 
@@ -42,7 +43,7 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Unclear:
-    """Values of which it is unknown how they depend on the number of rows."""
+    """Values from which the weight of a micro-batch does not follow."""
 
     #: What made the values, such as "sqrt() of a mean".
     maker: str
@@ -54,34 +55,11 @@ _ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub
 _MULTIPLIES = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 _DIVIDES = {"div", "div_", "divide", "true_divide", "__truediv__", "__div__", "__itruediv__"}
 #: Functions of a reduced value that give the same value, perhaps in another form.
-_KEEPS = {
-    "clone",
-    "contiguous",
-    "detach",
-    "double",
-    "float",
-    "half",
-    "bfloat16",
-    "neg",
-    "negative",
-    "__neg__",
-    "__pos__",
-}
-_KEEPS |= {
-    "positive",
-    "requires_grad_",
-    "reshape",
-    "squeeze",
-    "to",
-    "type",
-    "type_as",
-    "unsqueeze",
-    "view",
-    "cpu",
-    "cuda",
-}
-#: Functions of several reduced values, or of one, that add them or put them together.
+_KEEPS = {"clone", "contiguous", "detach", "requires_grad_", "neg", "negative", "__neg__", "positive", "__pos__"}
+_KEEPS |= {"double", "float", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda"}
+_KEEPS |= {"reshape", "squeeze", "unsqueeze", "view"}
 _STACKS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+#: Functions of several reduced values, or of one, that add them or put them together.
 _JOINS = _ADDS | _KEEPS | _STACKS | {"sum", "mean"}
 _MOVES_DIMS = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint"}
 _MOVES_DIMS |= {f"torch.Tensor.{name}.__get__" for name in ("T", "mT", "H", "mH")}
@@ -127,7 +105,7 @@ class LossReader(TorchFunctionMode):
 
     def reading(self, loss: Tensor) -> Reduced | Unclear:
         """Return how the loss that the call returned reduces over rows."""
-        tag = self._tag(loss)
+        tag = self._tags.get(loss)
         if tag is None:
             if loss.requires_grad:
                 return Unclear("code that is no torch function")
@@ -142,7 +120,7 @@ class LossReader(TorchFunctionMode):
             if tensor not in self._tags:
                 self._check(tensor)
         result = _differentiated(func, args, kwargs) if func in DIFFERENTIATES else func(*args, **kwargs)
-        tags = [self._tag(tensor) for tensor in taken]
+        tags = [self._tags.get(tensor) for tensor in taken]
         known = [tag for tag in tags if tag is not None]
         if name in _SIZES and known:
             self._sizes |= self._counts
@@ -152,18 +130,12 @@ class LossReader(TorchFunctionMode):
         self._note_target(func, args, kwargs, taken, result)
         return result
 
-    # ---- what is known of tensors -------------------------------------------------------------------------------
-
-    def _tag(self, tensor: Tensor) -> _Tag | None:
-        """Return what is known of a tensor; None for constants, such as class weights and parameters."""
-        return self._tags.get(tensor)
-
     def _note_target(self, func: Any, args: Any, kwargs: Any, taken: Sequence[Tensor], result: Any) -> None:
         """If a function of the target alone made the result, record this function."""
         known = [self._made_from_target.get(tensor) for tensor in taken]
         if not isinstance(result, Tensor) or not any(known):
             return
-        from_batch = any(one is None and self._tag(tensor) for one, tensor in zip(known, taken, strict=True))
+        from_batch = any(one is None and self._tags.get(tensor) for one, tensor in zip(known, taken, strict=True))
         if from_batch:
             return
         makers: Mapping[int, Any] = {
@@ -217,7 +189,7 @@ class LossReader(TorchFunctionMode):
         given = inspect.signature(call.func).bind(*call.args, **call.kwargs)
         given.apply_defaults()
         options = {name: value for name, value in given.arguments.items() if name != "input"}
-        kind = _kind_of(options)
+        kind = stated_reduction(options.get)
         if kind == "none":
             return values
         if kind == "sum":
@@ -234,14 +206,14 @@ class LossReader(TorchFunctionMode):
         make = self._made_from_target.get(labels)
         if make is not None:
             return Reduced("mean", frozenset([Counted(call.name, make, options)]))
-        if self._tag(labels) is None and float(count(labels)) == labels.numel():
+        if self._tags.get(labels) is None and float(count(labels)) == labels.numel():
             return Reduced("mean", _ROWS)  # labels that the loss makes itself, such as torch.arange
         return Unclear(f"{call}, whose labels are not a function of the target alone")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a torch function, and what is known of its tensors."""
+    """A call of a torch function, with the tags of its tensor arguments."""
 
     func: Callable[..., Any]
     name: str
@@ -431,13 +403,6 @@ def _parameters(func: Any) -> Iterable[str]:
     if getattr(functional, getattr(func, "__name__", ""), None) is not func or not inspect.isfunction(func):
         return ()
     return inspect.signature(func).parameters
-
-
-def _kind_of(options: Mapping[str, Any]) -> Any:
-    average, reduce = options.get("size_average"), options.get("reduce")
-    if average is not None or reduce is not None:  # deprecated options, which take precedence in torch
-        return "none" if reduce is False else "sum" if average is False else "mean"
-    return options["reduction"]
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:

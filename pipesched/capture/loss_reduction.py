@@ -6,18 +6,28 @@ divide by the number of targets that are not ignored, or by the sum of their cla
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from pipesched.capture.label_counts import IGNORED, counted_labels, counts
+from pipesched.checks import shown
 from pipesched.errors import InputError
 
-__all__ = ["LossReduction", "counting", "reduces", "resolve_loss"]
+__all__ = [
+    "LossReduction",
+    "counting",
+    "reduces",
+    "resolve_loss",
+    "stated_reduction",
+    "total_weight",
+    "weights_in_numbers",
+]
 
 LossReduction = Literal["mean", "sum"]
 _Option = Callable[[str, Any], Any]  # (name, default) -> the option's value
@@ -93,6 +103,38 @@ def reduces(loss_fn: Any) -> bool:
     return _options(loss_fn) is not None
 
 
+def stated_reduction(option: _Option) -> Any:
+    """Return the reduction that the options of a torch loss state, such as "mean", "sum" or "none"."""
+    average, reduce = option("size_average", None), option("reduce", None)
+    if average is not None or reduce is not None:  # deprecated options, which take precedence in torch
+        return "none" if reduce is False else "sum" if average is False else "mean"
+    return option("reduction", None)
+
+
+def weights_in_numbers(weights: Sequence[Any]) -> list[float]:
+    """Convert the weights of micro-batches to numbers, synchronising with the device once.
+
+    Raises InputError if a weight is not a number.
+    """
+    try:
+        if all(isinstance(weight, Tensor) and not weight.dim() for weight in weights):
+            weights = torch.stack(list(weights)).tolist()
+        return [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise InputError(
+            f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; for "
+            f"example, return (target != -100).sum()"
+        ) from None
+
+
+def total_weight(weights: Iterable[float], remedy: str) -> float:
+    """Return the sum of loss weights. Raises InputError unless it is finite and above 0."""
+    total = sum(weights)
+    if not 0 < total < inf:
+        raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")
+    return total
+
+
 def counting(name: str, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
     """Return a function that computes the divisor of a torch mean loss from its target.
 
@@ -118,9 +160,7 @@ def _options(loss_fn: Any) -> _Option | None:
 
 def _reduction(loss_fn: Any, option: _Option) -> str:
     """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the reduction is "none"."""
-    reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
-    if average is not None or reduce is not None:  # deprecated options, which take precedence in torch
-        reduction = "none" if reduce is False else "sum" if average is False else "mean"
+    reduction = stated_reduction(option)
     if reduction not in _MEANS:
         raise InputError(
             f"a loss must be a single number; {_name(loss_fn)} has reduction={reduction!r}; pass reduction='mean' or "

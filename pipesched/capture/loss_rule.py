@@ -5,13 +5,14 @@ A loss of torch states its reduction in its options (`loss_reduction`). For any 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isclose
+from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipesched.capture.loss_reading import LossReader, Reduced, Unclear, Weight
+from pipesched.capture.loss_reduction import total_weight, weights_in_numbers
 from pipesched.errors import InputError
 from pipesched.tensors.layer_values import LayerValues
 
@@ -84,7 +85,7 @@ class LossRule:
         if reading.weights <= {None}:
             return factor
         if self._batch is not targets:
-            self._factors = _factors(reading.weights, factors, targets)
+            self._factors = _weighted_factors(reading.weights, factors, targets)
             self._batch = targets
         return self._factors[microbatch] if self._factors else factor
 
@@ -117,7 +118,7 @@ class LossRule:
             )
 
 
-def _factors(weights: Collection[Weight], factors: _Factors, targets: Any) -> list[float | None]:
+def _weighted_factors(weights: Collection[Weight], factors: _Factors, targets: Any) -> list[float | None]:
     """Return the factor of each micro-batch's loss; an empty list for the factors by the number of rows."""
     counted = [weight for weight in weights if weight is not None]
     if isinstance(factors, Mapping) or not isclose(sum(one or 0 for one in factors), 1):
@@ -130,13 +131,8 @@ def _factors(weights: Collection[Weight], factors: _Factors, targets: Any) -> li
         )
     columns = [list(factors)] if None in weights else []
     for weight in counted:
-        numbers = [float(weight(target)) for target in targets]
-        total = sum(numbers)
-        if not 0 < total < inf:
-            raise InputError(
-                f"the sum of the loss weights must be finite and above 0; got {total}; {weight.name}() in loss_fn "
-                f"counts no label of this batch; skip this batch"
-            )
+        numbers = weights_in_numbers([weight(target) for target in targets])
+        total = total_weight(numbers, f"{weight.name}() in loss_fn counts no label of this batch; skip this batch")
         columns.append([number / total for number in numbers])
     for column in columns[1:]:
         if not all(isclose(one or 0, other or 0) for one, other in zip(columns[0], column, strict=True)):

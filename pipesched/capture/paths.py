@@ -93,7 +93,9 @@ class Paths:
         self._used: dict[int, int] = {}
         self._num_batches = 0
         self._guards: dict[Form, list[tuple[Guard, int]]] = {}
-        self._attributes = self._attributes_read()
+        #: (layer, attribute) that the code between layers reads -> the value when the guards were made
+        self._attributes: dict[tuple[str, str], Any] = {}
+        self._note_attributes(recording.capture)
         leaves, spec = flatten(sample)
         self._keep_guard(form_of_call(leaves, spec), recording.capture, 0, sample)
         #: The number of scouting runs so far.
@@ -138,17 +140,19 @@ class Paths:
                     f"found path {own}; give the model the same attributes and mode on every rank"
                 )
 
-    def _attributes_read(self) -> dict[tuple[str, str], Any]:
-        """Return the current values of the layers' attributes that the code between layers reads."""
-        read = sorted(set().union(*(capture.attributes_read for capture in self.captures.values())))
-        return {(name, key): vars(self._layers[name]).get(key) for name, key in read}
+    def _note_attributes(self, capture: Capture) -> None:
+        """Record the current values of the layers' attributes that the code of a path reads."""
+        self._attributes.update(((name, key), self._value(name, key)) for name, key in capture.attributes_read)
 
     def _follow_attributes(self) -> None:
         """Forget the guards if the user has changed such an attribute, because the code may branch on it."""
-        attributes = self._attributes_read()
-        if attributes != self._attributes:
+        now = {(name, key): self._value(name, key) for name, key in self._attributes}
+        if now != self._attributes:
             self._guards.clear()
-            self._attributes = attributes
+            self._attributes = now
+
+    def _value(self, layer: str, attribute: str) -> Any:
+        return vars(self._layers[layer]).get(attribute)
 
     def _too_old(self, num_microbatches: int) -> list[int]:
         """Return the paths to forget. The paths of the last batches stay, because their steps may still run."""
@@ -191,6 +195,7 @@ class Paths:
                 f"state in a layer, in another module that the forward calls, or in a buffer that is changed in place"
             )
         self._check(capture)
+        self._note_attributes(capture)
         if (same := self._number_of.get(capture.way)) is not None:
             capture.quiet |= self.captures[same].quiet
             capture.looked_at |= self.captures[same].looked_at

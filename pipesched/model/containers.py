@@ -173,8 +173,8 @@ class Shells(_Copies):
         self._copies: dict[int, nn.Module] = {}
         #: id of a stand-in -> the layer's name, the layer, and the attributes that both had after the last call
         self._layers: dict[int, tuple[str, nn.Module, dict[str, Any]]] = {}
-        #: layer name -> the layer and its stand-in
-        self._stand_ins: dict[str, tuple[nn.Module, nn.Module]] = {}
+        #: layer name -> the layer's stand-in
+        self._stand_ins: dict[str, nn.Module] = {}
         self._classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
@@ -200,11 +200,10 @@ class Shells(_Copies):
     def follow(self, reads: Collection[tuple[str, str]]) -> None:
         """Copy attributes of layers, given as (layer name, attribute), to the layers' stand-ins."""
         for name, key in reads:
-            layer = self._stand_ins[name][0]
-            _, _, seen = self._layers[id(self._stand_ins[name][1])]
-            value = layer.__dict__.get(key, seen)
-            if value is not seen and value is not seen.get(key, seen):
-                self._stand_ins[name][1].__dict__[key] = seen[key] = value
+            stand_in = self._stand_ins[name]
+            _, layer, seen = self._layers[id(stand_in)]
+            if key in layer.__dict__ and layer.__dict__[key] is not seen.get(key, seen):
+                stand_in.__dict__[key] = seen[key] = layer.__dict__[key]
 
     def reset(self) -> None:
         """Give all copies the current attributes of the originals, and forget all other attributes."""
@@ -268,7 +267,7 @@ class Shells(_Copies):
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
             self._layers[id(copy)] = name, module, dict(module.__dict__)
-            self._stand_ins[name] = module, copy
+            self._stand_ins[name] = copy
             copy.__class__ = self._stand_in_class(module)
         return copy
 

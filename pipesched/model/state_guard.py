@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import is_expanded
 from pipesched.tensors.payload import memory_of, pytree
+from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.torch_insides import DispatchMode, hooks_on, schema_of
 
 __all__ = [
@@ -81,7 +82,7 @@ def _parts(one: Any) -> Iterable[Any]:
     if isinstance(one, nn.Module):  # scripted modules store their attributes in separate tables
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
         return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
-    if isinstance(one, dict) or _is_plain(one):
+    if isinstance(one, dict) or is_plain(one):
         return one.values() if isinstance(one, dict) else one.__dict__.values()
     if isinstance(one, type):
         return _holders(attributes_of(one).values())
@@ -90,11 +91,6 @@ def _parts(one: Any) -> Iterable[Any]:
     if isinstance(one, types.MethodType | partial):
         return [one.__self__] if isinstance(one, types.MethodType) else [one.func, one.args, one.keywords]
     return _parts_of_function(one) if isinstance(one, types.FunctionType) else ()
-
-
-def _is_plain(one: Any) -> bool:
-    """Return whether a value is a tensor whose attributes are the user's. A subclass may keep its contents there."""
-    return type(one) in (Tensor, nn.Parameter)
 
 
 def _holders(values: Iterable[Any], *also: type) -> list[Any]:
@@ -128,7 +124,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _attributes_kept(held: list[Any]) -> Iterator[None]:
-    tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module) or _is_plain(one)]
+    tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module) or is_plain(one)]
     classes = [(one, attributes_of(one)) for one in held if isinstance(one, type) and is_of_user(one)]
     known = [*tables, *(own for _, own in classes)]
     parts = {id(part): part for table in known for part in table.values() if has_attributes(part)}

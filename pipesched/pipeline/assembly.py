@@ -416,9 +416,7 @@ class Assembly:
             chosen = dict.fromkeys(spec.layers, "always")
         if not chosen or spec.wrap is not None or spec.compiled(torch.device("cpu")) is not None:
             return
-        tried: set[Any] = set()
-        for stage in stages:
-            check_recomputed(spec.layered, stage.layers, chosen, stage.device, tried)
+        check_recomputed(spec.layered, [(stage.layers, stage.device) for stage in stages], chosen)
 
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
         """Check that the program can run stages whose weights are sharded across several processes."""

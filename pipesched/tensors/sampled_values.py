@@ -7,9 +7,10 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.tensor_attributes import is_plain
 
 __all__ = ["digest_of_values"]
 
@@ -31,8 +32,8 @@ def digest_of_values(value: Any, *, devices: bool) -> bytes:
 def _of_leaf(leaf: Any, devices: bool) -> Any:
     if isinstance(leaf, Tensor):
         is_read = leaf.device.type == "cpu" or (devices and not leaf.is_meta)
-        is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_nested
-        return _of_tensor(leaf) if is_read and is_plain else None
+        is_strided = leaf.layout is torch.strided and not leaf.is_nested
+        return _of_tensor(leaf) if is_read and is_strided and is_plain(leaf) else None
     if type(leaf) in _PLAIN:
         return leaf
     return _of_tensor(torch.from_numpy(leaf)) if _is_array(leaf) else None

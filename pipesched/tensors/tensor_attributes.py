@@ -7,12 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["with_attributes_of", "with_copied_attributes_of"]
+__all__ = ["is_plain", "with_attributes_of", "with_copied_attributes_of"]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor or a parameter of no subclass. A subclass may keep contents in attributes."""
+    return type(value) in (Tensor, nn.Parameter)
 
 
 def with_attributes_of(own: Tensor, made: Tensor) -> Tensor:
     """Let a stand-in read and write the attributes of the tensor for which it stands; return the stand-in."""
-    if type(own) in (Tensor, nn.Parameter):
+    if is_plain(own):
         made.__dict__ = own.__dict__
         return made
     return _with_missing(own.__dict__, made)

@@ -1,4 +1,4 @@
-"""What the calling thread has set acts in the layers of a pipeline in one process, or is refused by name."""
+"""Settings of the calling thread hold in the layers of a pipeline in one process, or are refused by name."""
 
 import contextvars
 from collections.abc import Iterator

@@ -360,10 +360,8 @@ class ProcessExecutor:
             own = digest("\n".join(f"{name}: {value}" for name, value in facts.items()).encode())
             if len(set(self._in_all().all_values(own))) > 1:
                 said = differences(self._in_all().all_values(dict(facts)))
-                with suppress(
-                    RuntimeError, ExecutionError
-                ):  # a rank that ends must not stop one that receives the facts
-                    self._in_all().all_values(own)
+                with suppress(RuntimeError, ExecutionError):
+                    self._in_all().all_values(own)  # so that no rank ends while another one receives the facts
                 raise _DifferentError(f"all ranks must have the same model and arguments; {said}; {remedy}")
 
     def _compare(self, name: str, own: bytes) -> None:

@@ -1,11 +1,11 @@
 """Recompute trial: compares the gradients of a layer on the sample with and without recomputation.
 
-What a layer keeps outside its buffers, or changes in place, decides whether a second run gives the same values. No list
-of such layers would be complete, so each layer that a pipeline recomputes is tried out when the pipeline is made.
+A second run of a layer gives other values if the layer keeps state outside its buffers, or changes saved tensors in
+place. No list of such layers would be complete. So each kind of layer that a pipeline recomputes runs on the sample
+with and without recomputation while the pipeline is being made.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ from pipesched.capture.stage_body import call_with
 from pipesched.model.state_guard import same_bits, untouched
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_values
+from pipesched.runtime.stage.buffer_copies import buffers_of
 from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
-from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = ["fault_of_recompute"]
@@ -80,9 +80,10 @@ def _run_recomputed(
 
 def _run_twice(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a layer as a checkpointed stage does: first for its output, and then again for its gradients."""
+    name, _ = _CALL
     changes = AttributeChanges([layer])
     before = changes.before()
-    buffers = {name: with_attributes_of(buffer, buffer.clone()) for name, buffer in layer.named_buffers()}
+    buffers = buffers_of({name: layer})[name]
     place = random.place
     clones: dict[int, Tensor] = {}  # a tensor that is passed twice stays one tensor
     kept = map_tensors(lambda tensor: clones.setdefault(id(tensor), tensor.clone()), (args, kwargs))
@@ -116,7 +117,7 @@ def _results(
         with Intercept(random), random.outside(*_CALL):
             return list(tensors_in(act(random, *given)))
 
-    with _apart(layer):
+    with untouched(layer, layer.training), torch.enable_grad():
         outputs = called(0)
         values: list[Tensor | None] = [tensor.detach().clone() for tensor in outputs]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
@@ -128,12 +129,6 @@ def _results(
                 grads = torch.autograd.grad(edges, ends, seeds, allow_unused=True)
             values += [None if grad is None else grad.clone() for grad in grads]
         return values + [tensor.detach().clone() for tensor in called(1)]
-
-
-@contextmanager
-def _apart(layer: nn.Module) -> Iterator[None]:
-    with untouched(layer, layer.training), torch.enable_grad():
-        yield
 
 
 def _equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
