@@ -6,10 +6,9 @@ divide by the number of targets that are not ignored, or by the sum of their cla
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +24,6 @@ __all__ = [
     "reduces",
     "resolve_loss",
     "stated_reduction",
-    "total_weight",
     "weights_in_numbers",
 ]
 
@@ -125,14 +123,6 @@ def weights_in_numbers(weights: Sequence[Any]) -> list[float]:
             f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; for "
             f"example, return (target != -100).sum()"
         ) from None
-
-
-def total_weight(weights: Iterable[float], remedy: str) -> float:
-    """Return the sum of loss weights. Raises InputError unless it is finite and above 0."""
-    total = sum(weights)
-    if not 0 < total < inf:
-        raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")
-    return total
 
 
 def counting(name: str, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:

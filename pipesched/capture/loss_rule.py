@@ -5,14 +5,14 @@ A loss of torch states its reduction in its options (`loss_reduction`). For any 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isclose
+from math import inf, isclose
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipesched.capture.loss_reading import LossReader, Reduced, Unclear, Weight
-from pipesched.capture.loss_reduction import total_weight, weights_in_numbers
+from pipesched.capture.loss_reduction import weights_in_numbers
 from pipesched.errors import InputError
 from pipesched.tensors.layer_values import LayerValues
 
@@ -132,7 +132,12 @@ def _weighted_factors(weights: Collection[Weight], factors: _Factors, targets: A
     columns = [list(factors)] if None in weights else []
     for weight in counted:
         numbers = weights_in_numbers([weight(target) for target in targets])
-        total = total_weight(numbers, f"{weight.name}() in loss_fn counts no label of this batch; skip this batch")
+        total = sum(numbers)
+        if not 0 < total < inf:
+            raise InputError(
+                f"the sum of the loss weights must be finite and above 0; got {total}; {weight.name}() in loss_fn "
+                f"counts no label of this batch; skip this batch"
+            )
         columns.append([number / total for number in numbers])
     for column in columns[1:]:
         if not all(isclose(one or 0, other or 0) for one, other in zip(columns[0], column, strict=True)):

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
-from math import nan, prod
+from math import inf, nan, prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipesched.capture.loss_reduction import LossReduction, total_weight, weights_in_numbers
+from pipesched.capture.loss_reduction import LossReduction, weights_in_numbers
 from pipesched.capture.paths import BatchPaths
 from pipesched.capture.stage_body import loss_entry
 from pipesched.checks import shown
@@ -476,8 +476,10 @@ class Splitter:
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows), self.reduction_order)
         weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
         every = [weights] if across is None else across(weights)
-        remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
-        total = total_weight([weight for own in every for weight in own], remedy)
+        total = sum([weight for own in every for weight in own])
+        if not 0 < total < inf:
+            remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
+            raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")
         if len(groups) < 2:
             return Weighting([weight / total for weight in weights], [None] * len(batch.rows), self.reduction_order)
         factors = [0.0] * len(batch.rows)
