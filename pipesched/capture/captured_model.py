@@ -19,6 +19,7 @@ from pipesched.capture.recording import Recording, recorded
 from pipesched.capture.replayed_body import ReplayedBody
 from pipesched.capture.stage_body import Body
 from pipesched.capture.stage_parts import Homes, Part, cut_at
+from pipesched.capture.weight_writes import check_weight_writes
 from pipesched.capture.whole_layers import opened
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.class_state import check_class_state
@@ -136,6 +137,8 @@ class CapturedModel:
                 f"separated, too few for {program.num_weights} stages; return the tensor from {maker}, and pass it to "
                 f"{user} as an argument"
             )
+        for mode, one in self.recordings.items():
+            self._check_weight_writes(mode, one)
         calls = self.primary_capture.calls
         named = dict(self.model.named_parameters())
         users = Counter(name for call in calls for name in call.weights if name in named)
@@ -147,6 +150,13 @@ class CapturedModel:
                 f"{users[tied[0]]} calls that share {tied[0]!r} would use different versions of this weight; give "
                 f"each layer its own weight, or choose a synchronous schedule"
             )
+
+    def _check_weight_writes(self, mode: bool, recording: Recording) -> None:
+        weights = [name for name, _ in self.model.named_parameters() if name in recording.written]
+        calls = recording.capture.calls
+        users = {name: {call.layer or str(call) for call in calls if name in call.uses} for name in weights}
+        if users:
+            check_weight_writes(self.model, mode, self.sample, users)
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage."""

@@ -17,6 +17,7 @@ from pipesched.capture.layer_graph import flow_of, row_of, with_costs
 from pipesched.capture.paths import BatchPaths
 from pipesched.capture.recorder import record
 from pipesched.capture.stage_body import Body, Chain
+from pipesched.capture.weight_writes import check_weight_writes
 from pipesched.capture.whole_layers import as_whole_layers
 from pipesched.checks import shown
 from pipesched.errors import InputError, ModelTypeError
@@ -263,6 +264,8 @@ class LayersInARow:
         self.layers = layers_of(model, whole_layers)
         self._model = model
         self.sample = sample
+        #: The names of the weights that a forward writes to. Of torch's own layers, only embeddings write to weights.
+        self._weights_written: list[str] = []
         if any(is_of_user(type(module)) for module in model.modules()):
             self._check_state()
 
@@ -285,16 +288,21 @@ class LayersInARow:
                 places.after(name, self.layers[name])
 
         changed: Sequence[ClassAttribute] = ()
-        with untouched(self._model, True), torch.no_grad(), suppress(LayerError):
+        with untouched(self._model, True) as written, torch.no_grad(), suppress(LayerError):
             before = class_state(self._model)
             forward(*self.sample)
             if places.made:
                 check_made_buffers(self._model, places.made, partial(forward, *self.sample))
             _, changed = changed_classes(self._model, before, self.sample, forward)
         check_class_state(self._model, changed, self.layers, list(self.layers))
+        weights = set(names_of(self._model, written))
+        self._weights_written = [name for name, _ in self._model.named_parameters() if name in weights]
 
     def check(self, program: Program, *, threads: bool) -> None:
-        """Do nothing, because a chain of layers supports every program."""
+        """Raise GraphError if the layers change their weights in every forward."""
+        if self._weights_written:
+            users = dict.fromkeys(self._weights_written, ())
+            check_weight_writes(self._model, True, self.sample, users)
 
     def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
         return BatchPaths()  # no code runs between the layers of a chain

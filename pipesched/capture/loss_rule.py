@@ -13,12 +13,16 @@ from torch import Tensor
 
 from pipesched.capture.loss_reading import LossReader, Reduced, Unclear, Weight
 from pipesched.capture.loss_reduction import weights_in_numbers
-from pipesched.errors import InputError
+from pipesched.errors import InputError, PipeschedError
 from pipesched.tensors.layer_values import LayerValues
 
 __all__ = ["LossRule"]
 
 _PAGE = "docs/howto/loss-functions.md"
+_ON_ONE_RANK = (
+    "loss_fn runs once for each micro-batch, on the rank of the last stage; over a mesh, layers of other ranks and "
+    f"their hooks do not run in this process; return what the loss needs from the model ({_PAGE})"
+)
 _CALLS = 16  # the number of calls that are read, in training and in evaluation
 _Factors = Sequence[float | None] | Mapping[int, float | None]
 
@@ -56,8 +60,13 @@ class LossRule:
             self._check(tensor, values, own)
 
         reader = LossReader(output, target, check, rows_in_front=self.rows_in_front)
-        with reader:
-            loss = call()
+        try:
+            with reader:
+                loss = call()
+        except Exception as error:
+            if not isinstance(error, PipeschedError):
+                error.add_note(_ON_ONE_RANK)
+            raise
         if self.weighs and isinstance(loss, Tensor):
             self._learn(reader.reading(loss))
         return loss

@@ -73,7 +73,8 @@ class Unsplit:
         own = self._random, self.added
         self._intercept = Intercept(*own) if norms is None else Intercept(*own, norms)
         #: The context for backward passes: recomputation repeats random numbers, and other random calls raise an error.
-        self.in_backward = Intercept(InBackward(self._random), self.added.in_backward)
+        uncounted = () if norms is None else (norms.uncounted,)
+        self.in_backward = Intercept(InBackward(self._random), self.added.in_backward, *uncounted)
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = self._running = False

@@ -20,6 +20,7 @@ from pipesched.errors import (
 )
 from pipesched.testing import reference_step
 from tests.support.refused_pipelines import ONES, build, linears, mse, refused
+from tests.support.torch_versions import compiles_in_threads
 from tests.support.wrong_arguments import STRANGE, but, cases
 from tests.support.wrong_arguments import refused as strange_refused
 
@@ -159,6 +160,7 @@ def test_a_loss_weight_that_is_no_number(weight):
 # ---- compile --------------------------------------------------------------------------------------------------------
 
 
+@compiles_in_threads
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -5,7 +5,7 @@ forward writes to new copies of the buffers, and autograd saves these copies. Af
 written back to the buffers.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
 from pipesched.tensors.tensor_attributes import with_attributes_of
+from pipesched.tensors.torch_functions import version_of
 
-__all__ = ["BufferCopies", "Buffers", "buffers_of", "own_buffers"]
+__all__ = ["BufferCopies", "Buffers", "RunningStatistics", "buffers_of", "own_buffers"]
 
 #: The buffers of one layer, keyed by name.
 Buffers = dict[str, Tensor]
@@ -109,17 +110,54 @@ class BufferCopies:
                 live.data = data
         for (name, key, live, _), version in zip(pairs, versions, strict=True):
             if live._version != version:
-                raise ExecutionError(
-                    f"a forward and a backward must not write to the same buffer, because the result would depend on "
-                    f"the schedule; both write to buffer {key!r} of layer {name!r}; make the backward write to another "
-                    f"buffer"
-                )
+                raise _of_both(name, key, "make the backward write to another buffer")
 
     def _live(self, name: str) -> Iterator[tuple[str, Tensor]]:
         for key, (part, own) in self._places[name].items():
             live = part._buffers[own]
             if live is not None:
                 yield key, live
+
+
+class RunningStatistics:
+    """The running statistics of torch's own layers in one stage, which forwards change. Backwards must not change them.
+
+    Args:
+        modules: the stage's modules, keyed by name.
+
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        #: The counts of batches. Updates of the statistics themselves increment no version counter.
+        self._counts = [
+            (name, key, buffer)
+            for name, module in modules.items()
+            for key, buffer in module.named_buffers()
+            if key.rpartition(".")[2] == "num_batches_tracked"
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def kept(self, backward: Callable[[], None]) -> None:
+        """Run a backward. Raises ExecutionError if it changes running statistics."""
+        before = [version_of(count) for *_, count in self._counts]
+        backward()
+        for (name, key, count), version in zip(self._counts, before, strict=True):
+            if version_of(count) != version:
+                raise _of_both(
+                    name,
+                    key,
+                    "name the layers in checkpoint= instead of calling torch.utils.checkpoint, or pass "
+                    "numerics=Numerics(batch_norm='mini-batch')",
+                )
+
+
+def _of_both(layer: str, buffer: str, remedy: str) -> ExecutionError:
+    return ExecutionError(
+        f"a forward and a backward must not write to the same buffer, because the result would depend on the schedule; "
+        f"both write to buffer {buffer!r} of layer {layer!r}; {remedy}"
+    )
 
 
 def _names(layer: str, key: str) -> set[str]:

@@ -22,7 +22,7 @@ from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_values
 from pipesched.runtime.stage.batch_norm import Norms
-from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
+from pipesched.runtime.stage.buffer_copies import BufferCopies, RunningStatistics, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.offloading import Offloads, addresses
@@ -89,6 +89,7 @@ class LayerRunner:
         self._sharded = body.sharded
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
+        self._statistics = RunningStatistics(self.modules if norms is None else {})
         self._changes = AttributeChanges(self.modules.values())
         self._modifies_input: bool | None = None
         layers = body.layers.values()
@@ -252,6 +253,8 @@ class LayerRunner:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
         run = partial(torch.autograd.backward, edges, grads)
+        if self._statistics:
+            run = partial(self._statistics.kept, run)
         if self._weights is not None:
             run = partial(self._weights.during, saved.weights, run)
         with self._mode:
