@@ -15,6 +15,7 @@ from pipesched.checks import is_count, shown
 from pipesched.errors import DeviceCountError, InputError, ModelTypeError
 from pipesched.tensors.payload import opened, pytree
 from pipesched.tensors.structures import object_tensors
+from pipesched.tensors.tensor_attributes import is_plain
 
 __all__ = [
     "as_call",
@@ -45,6 +46,12 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"a sample must be one example micro-batch, with at least one tensor of at least one row; got "
             f"{'empty tensors' if tensors else shown(sample)}; pass a tensor, a tuple of arguments or a dict of "
             f"keyword arguments; convert a numpy array with torch.from_numpy"
+        )
+    named = [name for tensor in tensors if is_plain(tensor) for name in vars(tensor) if not name.startswith("_")]
+    if named:
+        raise InputError(
+            f"tensors of a batch must not carry attributes, because micro-batches are new tensors without them; a "
+            f"tensor of the sample has the attribute {named[0]!r}; pass the value as an argument of the model"
         )
     if isinstance(sample, dict) and not all(isinstance(name, str) for name in sample):
         raise InputError(

@@ -148,6 +148,8 @@ class Capture:
     output_form: Any = None
     #: Names of modules that must stay in one stage, because their code computes gradients or has a single backward.
     indivisible: set[str] = field(default_factory=set)
+    #: The attributes that code has set on tensors, by value; only those that are numbers, strings or None.
+    attributes: dict[Value, dict[str, Any]] = field(default_factory=dict)
     #: Modules whose own code reads the values of tensors and then calls layers inside the module.
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.

@@ -20,7 +20,7 @@ from pipesched.capture.stage_body import Body, Chain
 from pipesched.capture.weight_writes import check_weight_writes
 from pipesched.capture.whole_layers import as_whole_layers
 from pipesched.checks import shown
-from pipesched.errors import InputError, ModelTypeError
+from pipesched.errors import GraphError, InputError, ModelTypeError
 from pipesched.model.class_state import ClassAttribute, changed_classes, check_class_state, class_state
 from pipesched.model.module_tree import check_hooks, check_initialised, is_in_a_row, layers_of
 from pipesched.model.stale_weights import check_not_stale
@@ -32,7 +32,9 @@ from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.torch_insides import is_compiled
+from pipesched.tensors.tree_structure import tensors_in
 from pipesched.units import counted
 
 __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
@@ -266,6 +268,8 @@ class LayersInARow:
         self.sample = sample
         #: The names of the weights that a forward writes to. Of torch's own layers, only embeddings write to weights.
         self._weights_written: list[str] = []
+        #: The layers that set attributes on the tensors that they return.
+        self._marking: list[str] = []
         if any(is_of_user(type(module)) for module in model.modules()):
             self._check_state()
 
@@ -284,8 +288,10 @@ class LayersInARow:
         places = TensorPlaces(self._model)
 
         def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for name, _ in self._each(args, kwargs):
+            for name, output in self._each(args, kwargs):
                 places.after(name, self.layers[name])
+                if any(is_plain(tensor) and vars(tensor) for tensor in tensors_in(output)):
+                    self._marking.append(name)
 
         changed: Sequence[ClassAttribute] = ()
         with untouched(self._model, True) as written, torch.no_grad(), suppress(LayerError):
@@ -317,7 +323,14 @@ class LayersInARow:
         return [(layer, 0)]
 
     def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
-        """Do nothing, because the outputs of the layers are not known."""
+        """Raise GraphError if a stage sends a tensor with attributes. Nothing else is known of what layers return."""
+        for stage, names in enumerate(cut[:-1]):
+            if names and names[-1] in self._marking:
+                raise GraphError(
+                    f"stages send tensors without their attributes; layer {names[-1]!r}, the last of stage {stage}, "
+                    f"sets an attribute on the tensor that it returns; return the value beside the tensor, or keep "
+                    f"the layers together with together="
+                )
 
     output_form = None
 

@@ -28,6 +28,7 @@ from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
 from pipesched.tensors.structures import object_tensors
+from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.torch_functions import (
     ASKS,
     DIFFERENTIATES,
@@ -71,6 +72,10 @@ def record(
     """
     with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
         return _Recorder(model, layers, made, scout).run(tuple(args), dict(kwargs))
+
+
+#: Values of a tensor's attributes that stand-ins carry, too.
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class _Recorder(TorchFunctionMode):
@@ -187,6 +192,7 @@ class _Recorder(TorchFunctionMode):
             if names and region.of_function:
                 self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # commonprefix of lists
         calls = self._capture.calls
+        self._join_attributes()
         last = {value: call.index for call in calls for value in call.takes}
         last.update(dict.fromkeys(self._capture.output, len(calls)))
         for call, value in self._shared:
@@ -201,6 +207,21 @@ class _Recorder(TorchFunctionMode):
             for later in calls[call.index + 1 :]:
                 if name in later.uses and sent.isdisjoint(later.takes):
                     later.join(call.index)
+
+    def _join_attributes(self) -> None:
+        """Keep a tensor with attributes in one stage with the calls that take it: stages send no attributes.
+
+        Code between layers runs in every stage, and reads the attributes of stand-ins.
+        """
+        for tensor in self._alive:
+            value = self._value.get(id(tensor))
+            if value is not None and is_plain(tensor) and vars(tensor):
+                plain = {name: one for name, one in vars(tensor).items() if isinstance(one, _PLAIN)}
+                self._capture.attributes[value] = plain
+        for call in self._capture.calls:
+            for index, _ in self._capture.attributes.keys() & set(call.takes):
+                if index != INPUT:
+                    call.join(index)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

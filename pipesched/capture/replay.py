@@ -503,6 +503,7 @@ class Run(TorchFunctionMode):
             self._blank.add(id(made))
         else:
             made = without_values(*look)
+        vars(made).update(self._replay.capture.attributes.get(value, {}))
         self.stand_ins[id(made)] = made, value
         return made
 

@@ -24,7 +24,7 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
-from pipesched.pipeline.recompute_checks import check_recomputed
+from pipesched.pipeline.recompute_checks import check_copied, check_recomputed
 from pipesched.pipeline.replica_checks import (
     TREE,
     ZERO_3,
@@ -374,6 +374,8 @@ class Assembly:
             stages[index].gradients = self._gradients(index)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
         self._check_recomputed(stages.values())
+        if program.num_weights < program.num_stages:
+            check_copied(self.layered, [(stage.layers, stage.device) for stage in stages.values()], program.name)
         return dict(sorted(stages.items()))
 
     def _loss_rule(self, stage: int, part: int) -> LossRule | None:

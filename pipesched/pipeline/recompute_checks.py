@@ -1,7 +1,7 @@
-"""Recompute checks: refuses to recompute layers whose gradients would change."""
+"""Recompute checks: refuses to recompute layers whose gradients would change, and to copy layers that keep state."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -10,11 +10,11 @@ from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import GraphError
 from pipesched.model.fingerprint import form_of
 from pipesched.program.checkpoint_options import LayerCheckpoint
-from pipesched.runtime.stage.recompute_trial import fault_of_recompute
+from pipesched.runtime.stage.recompute_trial import fault_of_recompute, keeps_state
 from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["check_recomputed"]
+__all__ = ["check_copied", "check_recomputed"]
 
 
 _Word = LayerCheckpoint | Literal["always"]
@@ -35,16 +35,55 @@ def check_recomputed(
         words: layer name -> "recompute", "recompute-cheap", or "always" for the layers of checkpointed stages.
 
     """
+    for trial in _trials(layered, stages, words):
+        _try(trial.name, trial.layer, trial.given, words[trial.name], trial.device)
+
+
+def check_copied(
+    layered: LayeredModel, stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]], schedule: str
+) -> None:
+    """Raise GraphError if a layer keeps state between its calls, because its copies would not share this state.
+
+    Args:
+        layered: the model.
+        stages: for each stage, the modules that it calls, keyed by layer name, and its device.
+        schedule: the name of the schedule, which runs copies of layers.
+
+    """
+    every = dict.fromkeys(name for layers, _ in stages for name in layers)
+    for trial in _trials(layered, stages, every):
+        if keeps_state(trial.layer, *trial.given, trial.device):
+            raise GraphError(
+                f"a schedule that runs copies of layers needs layers whose output depends only on their inputs; layer "
+                f"{trial.name!r} ({type(trial.layer).__name__}) keeps state in attributes, or draws from a generator "
+                f"of its own, and {schedule} runs copies of it; choose a schedule without copies, such as 1f1b or zb-v"
+            )
+
+
+class _Trial(NamedTuple):
+    """A layer with the arguments of a call."""
+
+    name: str
+    layer: nn.Module
+    given: tuple[Any, Any]
+    device: torch.device
+
+
+def _trials(
+    layered: LayeredModel,
+    stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
+    words: Mapping[str, Any],
+) -> Iterator[_Trial]:
+    """Yield one layer of each kind, word and device among the layers in ``words``."""
     tried: set[str] = set()
     here = {name for layers, _ in stages for name in layers}
-    for name, (args, kwargs) in layered.examples(here & words.keys()):
-        word = words[name]
+    for name, given in layered.examples(here & words.keys()):
         for layer, device in [(layers[name], device) for layers, device in stages if name in layers]:
-            tensors = [*tensors_in((args, kwargs)), *layer.parameters(), *layer.buffers()]
-            kind = repr((form_of(layer), form_of((args, kwargs)), word, device))
+            tensors = [*tensors_in(given), *layer.parameters(), *layer.buffers()]
+            kind = repr((form_of(layer), form_of(given), words[name], device))
             if kind not in tried and not any(tensor.is_meta or not is_plain(tensor) for tensor in tensors):
                 tried.add(kind)
-                _try(name, layer, (args, kwargs), word, device)
+                yield _Trial(name, layer, given, device)
 
 
 def _try(name: str, layer: nn.Module, given: tuple[Any, Any], word: _Word, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -140,7 +141,7 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: list[int] = []  # a list: copies of the layer keep their own
+        self.at: deque[int] = deque()  # no setting: copies of the layer keep their own
         self.backward_too = False
         self.calls = 0
 
@@ -175,14 +176,14 @@ def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: i
         num_microbatches=8,
         boundaries=[2, 5, 7],
     ) as pipe:
-        bad.at, bad.backward_too = [bad.calls + 3], backward
+        bad.at, bad.backward_too = deque([bad.calls + 3]), backward
         with pytest.raises(ZeroDivisionError, match="a layer's own error") as caught:
             pipe.step(X, target=X)
         stage = sum(boundary <= position for boundary in (2, 5, 7))
         note = caught.value.__notes__[-1]
         assert f"stage {stage}, micro-batch 2" in note
         assert f"rank {pipe.plan.program.placement[stage]}" in note
-        bad.at = []
+        bad.at = deque()
         pipe.zero_grad()
         assert pipe.step(X, target=X).isfinite()
 

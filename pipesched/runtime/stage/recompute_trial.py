@@ -24,7 +24,7 @@ from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
-__all__ = ["fault_of_recompute"]
+__all__ = ["fault_of_recompute", "keeps_state"]
 
 _CALL = "layer", 0
 #: Runs a layer with its arguments, under keyed random numbers.
@@ -61,6 +61,31 @@ def fault_of_recompute(
     except Exception as error:
         return f"its backward fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     return "" if _equal(first, third) else "it has other gradients, or another output in the next forward,"
+
+
+def keeps_state(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Return whether a second call of a layer, with equal arguments and random numbers, returns another output.
+
+    Args:
+        layer: the user's module. Its state is the same afterwards.
+        args: positional arguments of a call.
+        kwargs: keyword arguments of the call.
+        device: the device of the layer.
+
+    """
+    random = KeyedRandom(device)
+
+    def called() -> list[Tensor | None]:
+        random.enter(Key(0, 0, 0), *_CALL)
+        given = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), (args, kwargs))
+        with Intercept(random), random.outside(*_CALL):
+            return [tensor.clone() for tensor in tensors_in(_run(layer, random, *given))]
+
+    try:
+        with untouched(layer, layer.training), torch.no_grad():
+            return not _equal(called(), called())
+    except Exception:  # a layer that fails on the sample fails in the first step, too, which says why
+        return False
 
 
 def _run(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

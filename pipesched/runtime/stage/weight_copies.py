@@ -28,7 +28,8 @@ from pipesched.tensors.tensor_attributes import with_attributes_of
 
 __all__ = ["WeightCopies"]
 
-_SETTINGS = (bool, int, float, str)  # such as a module's training mode and the p of a Dropout
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.device)  # such as training, and the p of a Dropout
+_OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}
 _Tensors = list[Tensor | None]
 
 
@@ -61,8 +62,11 @@ class _WeightCopy:
         ``state`` contains the buffers of the original layers, then their parameters.
         """
         for theirs, mine in self._pairs("named_modules"):
-            settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
-            vars(mine).update(settings)
+            for name, value in vars(theirs).items():
+                if isinstance(value, _SETTINGS):
+                    vars(mine)[name] = value
+                elif name not in _OF_ALL_MODULES and _is_setting(value):
+                    vars(mine)[name] = copy.deepcopy(value)
         values = iter(state)
         for theirs, mine in self._pairs("named_buffers"):
             copy_into(with_attributes_of(theirs, mine), next(values))
@@ -91,6 +95,13 @@ class _WeightCopy:
                 f"{min(home.keys() ^ mine.keys())!r} was added or removed; make a new Pipeline"
             )
         return ((home[name], mine[name]) for name in home)
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether a value is a setting, or a container of settings."""
+    if type(value) in (list, tuple, set):
+        return all(map(_is_setting, value))
+    return isinstance(value, _SETTINGS) or (type(value) is dict and all(map(_is_setting, value.values())))
 
 
 @dataclass(frozen=True, kw_only=True)
