@@ -10,6 +10,7 @@ __all__ = [
     "DamagedCheckpointError",
     "DeadlockError",
     "DeviceCountError",
+    "DifferenceError",
     "ExecutionError",
     "GraphError",
     "InputError",
@@ -65,6 +66,10 @@ class ArgumentError(InputError, TypeError):
 
 class ExecutionError(PipeschedError, RuntimeError):
     """A pipeline failed while running, for a reason other than an exception in the user's code."""
+
+
+class DifferenceError(PipeschedError, ArithmeticError):
+    """A pipeline's results differ from the results of its model. Raised by ``Pipeline.check``."""
 
 
 class CheckpointError(PipeschedError, RuntimeError):

@@ -3,7 +3,8 @@
 A loss of torch states its reduction in its options (`loss_reduction`). For any other loss, the first calls show it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isclose
 from typing import Any
@@ -70,6 +71,15 @@ class LossRule:
         if self.weighs and isinstance(loss, Tensor):
             self._learn(reader.reading(loss))
         return loss
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Calls within the ``with`` block do not count towards the first calls."""
+        left = dict(self._left)
+        try:
+            yield
+        finally:
+            self._left = left
 
     def factor(self, factor: float | None, microbatch: int, factors: _Factors, targets: Any) -> float | None:
         """Return the factor of a micro-batch's loss.

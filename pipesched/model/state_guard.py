@@ -30,6 +30,7 @@ __all__ = [
     "is_of_user",
     "names_of",
     "no_graph",
+    "reachable_generators",
     "reachable_parameters",
     "same_bits",
     "set_aside",
@@ -60,6 +61,11 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
 def reachable_parameters(value: Any) -> list[nn.Parameter]:
     """Return the parameters that a module or container holds or refers to through attributes and containers."""
     return [one for one in _held_by([value], functions=False) if isinstance(one, nn.Parameter)]
+
+
+def reachable_generators(roots: Iterable[Any]) -> list[torch.Generator]:
+    """Return the random generators that modules, containers or functions hold."""
+    return [one for one in _held_by(roots) if isinstance(one, torch.Generator)]
 
 
 def is_of_user(kind: type) -> bool:

@@ -24,8 +24,8 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
-from pipesched.pipeline.recompute_checks import check_copied, check_recomputed
-from pipesched.pipeline.replica_checks import (
+from pipesched.pipeline.checks.recompute_checks import check_copied, check_recomputed
+from pipesched.pipeline.checks.replica_checks import (
     TREE,
     ZERO_3,
     NeedsOwnWeights,
@@ -406,19 +406,21 @@ class Assembly:
     def _check_recomputed(self, stages: Iterable[Stage]) -> None:
         """Raise GraphError if recomputation would change the gradients of a layer in these stages."""
         spec = self._spec
-        words = self.checkpoint_of_call.items()
-        chosen: dict[str, Any] = {name: word for (name, _), word in words if word != "offload"}
-        if twice := sorted(chosen.keys() & spec.layered.recomputed):
+        if twice := sorted(self.recomputed.keys() & spec.layered.recomputed):
             raise GraphError(
                 f"a layer must be recomputed by the pipeline or by the model, not by both; the model's code calls "
                 f"{and_more(twice)} inside torch.utils.checkpoint, and checkpoint= recomputes it, too; leave it out of "
                 f"checkpoint=, or do not call torch.utils.checkpoint"
             )
+        if self.recomputed and spec.wrap is None and spec.compiled(torch.device("cpu")) is None:
+            check_recomputed(spec.layered, [(stage.layers, stage.device) for stage in stages], self.recomputed)
+
+    @cached_property
+    def recomputed(self) -> dict[str, Any]:
+        """How each layer is recomputed: "recompute", "recompute-cheap", or "always" in checkpointed stages."""
         if self.programs.checkpoint in ("always", "except_last"):
-            chosen = dict.fromkeys(spec.layers, "always")
-        if not chosen or spec.wrap is not None or spec.compiled(torch.device("cpu")) is not None:
-            return
-        check_recomputed(spec.layered, [(stage.layers, stage.device) for stage in stages], chosen)
+            return dict.fromkeys(self._spec.layers, "always")
+        return {name: word for (name, _), word in self.checkpoint_of_call.items() if word != "offload"}
 
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
         """Check that the program can run stages whose weights are sharded across several processes."""

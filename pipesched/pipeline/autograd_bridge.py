@@ -127,6 +127,15 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
         torch.autograd.backward([tensor for tensor, _ in part], [grad for _, grad in part], retain_graph=more)
 
 
+def _check_builds_no_graph() -> None:
+    """Raise ExecutionError if a backward of a pipeline's output was called with ``create_graph=True``."""
+    if torch.is_grad_enabled():
+        raise ExecutionError(
+            f"the outputs of a pipeline may be differentiated once, because its backward passes build no graph of the "
+            f"derivatives; this backward was called with create_graph=True; {_REMEDY}"
+        )
+
+
 class _Through(torch.autograd.Function):
     """The autograd node that connects the pipeline's inputs to its outputs in the caller's graph.
 
@@ -142,11 +151,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise ExecutionError(
-                f"the outputs of a pipeline may be differentiated once, because its backward passes build no graph of "
-                f"the derivatives; this backward was called with create_graph=True; {_REMEDY}"
-            )
+        _check_builds_no_graph()
         if batches_gradients():
             raise ExecutionError(
                 f"the outputs of a pipeline take one gradient at a time; this backward was called with "

@@ -23,6 +23,9 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.batch_loop import batches
+from pipesched.pipeline.checks.replica_checks import check_axes
+from pipesched.pipeline.comparison.check_report import CheckReport
+from pipesched.pipeline.comparison.checker import Checker
 from pipesched.pipeline.construction import (
     check_agreement,
     check_functions,
@@ -37,7 +40,6 @@ from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.replan import Replanner
-from pipesched.pipeline.replica_checks import check_axes
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.step_history import StepHistory
@@ -202,6 +204,7 @@ class Pipeline(SavingInterface):
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)
             self._numerics = numerics
+            self._whole_layers = tuple(whole_layers)
             self._form = CallForm.of(*call) if distributed.inputs == "all" or host.holds(0) else None
             self._spec = AssemblySpec(
                 model=module,
@@ -513,6 +516,75 @@ class Pipeline(SavingInterface):
             raise
 
     __call__ = forward
+
+    @collective
+    def check(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Sequence[Microbatch] | None = None,
+        whole_batch: bool = True,
+        **kwargs: Any,
+    ) -> CheckReport:
+        """Compare a step of this pipeline with its model in plain PyTorch. Call it once before a long run.
+
+        ::
+
+            print(pipe.check(x, target=y))
+
+        The check compares losses, gradients and buffers of a step with those of
+        `pipesched.testing.reference_step` (bit by bit on CPUs), and with those of the model on the whole batch (up to
+        rounding, with dropout off and BatchNorm in evaluation mode). It compares the gradients of each layer that the
+        plan recomputes with those without recomputation. In one process, it also compares the first and second
+        derivatives of ``pipe(x)``. Weights, gradients, buffers, generators and the number of steps stay as they are.
+
+        Under a mesh every rank must call this method. The latest weights are then gathered on every rank, as by
+        ``gather_model``, so each rank needs memory for the whole model.
+
+        Args:
+            *args: the model's positional inputs, for the whole batch.
+            target: the target of loss_fn for the whole batch. Default: None (no loss_fn).
+            microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects. Default: None.
+            whole_batch: whether to compare with the model on the whole batch. Pass False if the model or the loss
+                compares the rows of a batch with each other, as contrastive losses do. Default: True.
+            **kwargs: the model's keyword inputs, for the whole batch.
+
+        Returns:
+            A report of what is equal, and of what could not be compared. ``print`` it.
+
+        Raises:
+            DifferenceError: something differs; the message names the first layer and the largest difference.
+            Exception: any exception that ``step`` raises.
+
+        """
+        self.flush()
+        given = GivenBatch(args, kwargs, target, microbatches)
+        checker = Checker(
+            running=self._running,
+            roots=self._roots,
+            spec=self._spec,
+            numerics=self._numerics,
+            whole_layers=self._whole_layers,
+            steps=self._steps,
+            forward=self.forward,
+            is_own=self._is_own,
+        )
+        elsewhere = self._gathered_for_check()
+        return checker.report(given, whole_batch=whole_batch, elsewhere=elsewhere).raised()
+
+    def _gathered_for_check(self) -> str:
+        """Gather the model on every rank, so that each process can run it. Returns why this is not possible, or ""."""
+        host = self._running.host
+        if self._running.assembly.wrapped:
+            return "wrap= may have changed the modules"
+        if isinstance(host, ThreadRanks):
+            return ""
+        if self._spec.zero:
+            return "optimizer states, gradients or weights are split across replicas"
+        if any(host.gathered_in_all(any(parameter.is_meta for parameter in self.model.parameters()))):
+            return "this process holds only the weights of its own stages"
+        self.gather_model()
+        return ""
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -145,6 +145,40 @@ class StepRunner:
             deliver_input_grads(call.batch, step_data)
         return self._result(call, step_data)
 
+    def gradients(self, given: GivenBatch) -> Tensor:
+        """Run the forwards and backwards of a step without an update, for `Pipeline.check`. Returns the loss.
+
+        Gradients are added to ``.grad``. The number of steps, the metrics and the measured steps stay as they are.
+        """
+        running = self._running
+
+        def make() -> StepCall:
+            batch = self._batch("check", given)
+            weighting = running.splitter.weighting(batch, across=self._across)
+            return StepCall("check", batch, weighting)
+
+        call = self._called("check", given, make)
+        assembly = running.assembly
+        step_data = call.step_data(running.seed, running.step, replica=running.host.grid.replica)
+        if assembly.reads_losses:
+            step_data.layer_values = LayerValues()
+        programs = assembly.programs.of(len(call.batch.rows))
+        run_spec = self._run_spec(programs.gradients, step_data, assembly.stages)
+        if running.host.sums is not None:
+            assembly.begin_reductions()
+        with assembly.delivering(), assembly.norms.counting():
+            running.host.run(run_spec, call.batch, grad=True)
+        if running.host.sums is not None:
+            assembly.reduce_late()
+        if not isinstance(running.host, ThreadRanks):
+            bring_ends(programs.plain, step_data, running.host)
+        metrics, self.metrics = self.metrics, StepMetrics()
+        try:
+            loss: Tensor = self._result(call, step_data)
+        finally:
+            self.metrics = metrics
+        return loss
+
     def _finish(self, rules: GradientRules, step_data: StepData) -> None:
         """End a step that has gradient rules: adapt the loss scale, and react to infinite or NaN values."""
         assembly = self._running.assembly
@@ -242,7 +276,7 @@ class StepRunner:
             host.agree_on(self._modes, "call train() or eval() on every rank")
             self._agrees = True
         assembly.members.check()
-        self._guard.check(changes=method == "step" or self._model.training)
+        self._guard.check(changes=method == "step" or (method != "check" and self._model.training))
 
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
             size = len(call.batch.rows) // host.replicas_per_batch

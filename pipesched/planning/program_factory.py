@@ -307,6 +307,17 @@ class StepPrograms:
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
         program = add_updates(program) if factory.updates else program
         program = add_norms(program) if factory.norms else program
+        return self._completed(program)
+
+    @cached_property
+    def gradients(self) -> Program:
+        """The program of a step that updates no weights, with transfers between ranks."""
+        program = forward_then_backward(self.plain) if self.plain.has_updates else self.plain
+        return lower(self._completed(program))
+
+    def _completed(self, program: Program) -> Program:
+        """Add what a program needs besides updates: sums over replicas, gathers, recomputes and offloads."""
+        factory = self._factory
         if factory.buckets:
             program = add_reductions(program, [len(layers) for layers in factory.buckets])
         program = self._gathering(program)

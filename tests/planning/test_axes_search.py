@@ -10,7 +10,7 @@ from torch import nn
 import pipesched
 from pipesched import Link, Links, Plan
 from pipesched.errors import DeviceCountError, InputError, MemoryLimitError, PartitionError, ScheduleError
-from pipesched.pipeline.replica_checks import check_axes
+from pipesched.pipeline.checks.replica_checks import check_axes
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import SearchRequest

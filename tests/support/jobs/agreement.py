@@ -1,6 +1,7 @@
 """Jobs of test_agreement: pipelines that differ between ranks."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline
-from pipesched.errors import ExecutionError
+from pipesched.errors import DifferenceError, ExecutionError
 from tests.support import places
+from tests.support.unguarded import unguarded
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 
@@ -198,3 +200,31 @@ def holds_other_weights(group: Any, change: str, weights: Any) -> tuple[str, flo
             return "", float(pipe.step(X, target=Y))
     except ExecutionError as error:
         return str(error), 0.0
+
+
+def checks(group: Any, inputs: str, calls: bool = True) -> tuple[Sequence[str], Sequence[str], list[float]]:
+    """Train a step, check, and train another. Returns what the check compared and could not compare, and the losses."""
+    equal: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 4}
+    with Pipeline(model(), X[:2], boundaries=[2], **options, **places.place(group, inputs)) as pipe:
+        given = {"target": Y} if inputs == "all" or group.rank() == 0 else {}
+        args = (X,) if given else ()
+        first = float(pipe.step(*args, **given))
+        if calls:
+            report = pipe.check(*args, **given)
+            equal, skipped = report.equal, report.skipped
+        second = float(pipe.step(*args, **given))
+    return equal, skipped, [first, second]
+
+
+def checks_other_batches(group: Any) -> str:
+    """Check a step for which the ranks pass different batches, without the guard. Returns the error."""
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 4}
+    options["mesh"] = places.place(group)["mesh"]
+    with unguarded("same batches"), Pipeline(model(), X[:2], boundaries=[2], **options) as pipe:
+        try:
+            pipe.check(X + group.rank(), target=Y)
+        except DifferenceError as error:
+            return str(error)
+    return ""

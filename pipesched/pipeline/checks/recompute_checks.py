@@ -14,7 +14,7 @@ from pipesched.runtime.stage.recompute_trial import fault_of_recompute, keeps_st
 from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["check_copied", "check_recomputed"]
+__all__ = ["check_copied", "check_recomputed", "faults_of_recomputed"]
 
 
 _Word = LayerCheckpoint | Literal["always"]
@@ -37,6 +37,20 @@ def check_recomputed(
     """
     for trial in _trials(layered, stages, words):
         _try(trial.name, trial.layer, trial.given, words[trial.name], trial.device)
+
+
+def faults_of_recomputed(
+    layered: LayeredModel,
+    stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
+    words: Mapping[str, _Word],
+) -> list[str]:
+    """Return a line for each layer whose gradients recomputation would change. Arguments as for `check_recomputed`."""
+    faults = []
+    for trial in _trials(layered, stages, words):
+        word = words[trial.name]
+        if fault := fault_of_recompute(trial.layer, *trial.given, word, trial.device):
+            faults.append(f"layer {trial.name!r}, recomputed with {word!r}: {fault} on the sample")
+    return faults
 
 
 def check_copied(

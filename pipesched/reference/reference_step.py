@@ -22,6 +22,7 @@ from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_o
 from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
 from pipesched.program.tree_groups import num_tree_groups
+from pipesched.reference.unsplit_model import Unsplit
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Batch, GivenBatch, Microbatch, SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
@@ -34,7 +35,6 @@ from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.tree_structure import positional
-from pipesched.testing.unsplit_model import Unsplit
 from pipesched.torch_checks import as_function, as_seed, as_threads
 
 __all__ = ["reference_step"]

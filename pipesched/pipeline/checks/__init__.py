@@ -1,0 +1,1 @@
+"""Checks while a pipeline is made: of layers that are recomputed or copied, and of replicas."""

@@ -1,0 +1,1 @@
+"""Comparison of a pipeline with its model in plain PyTorch, for ``Pipeline.check``."""
