@@ -219,8 +219,12 @@ def _loss(recipe: Recipe, output: Any) -> Tensor:
 
 
 def mean_square(output: Any, target: Any) -> Tensor:
-    """Return the mean square of the first output with a gradient, as the loss of models that compute none."""
-    return _first_float(output).float().square().mean()
+    """Return the mean square of the first output with a gradient, as the loss of models that compute none.
+
+    If the only such output is a loss of the model's own, return it.
+    """
+    first = _first_float(output).float()
+    return first.square().mean() if first.dim() else first
 
 
 def _first_float(output: Any) -> Tensor:
@@ -228,7 +232,7 @@ def _first_float(output: Any) -> Tensor:
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
     if not found:
         raise ValueError("no output has a gradient")
-    return found[0]
+    return next((leaf for leaf in found if leaf.dim()), found[0])
 
 
 # ---- three stages ----------------------------------------------------------------------------------------------------

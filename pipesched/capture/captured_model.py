@@ -19,7 +19,7 @@ from pipesched.capture.recording import Recording, recorded
 from pipesched.capture.replayed_body import ReplayedBody
 from pipesched.capture.stage_body import Body
 from pipesched.capture.stage_parts import Homes, Part, cut_at
-from pipesched.capture.weight_writes import check_weight_writes
+from pipesched.capture.weight_writes import check_stages_of_writes, check_weight_writes
 from pipesched.capture.whole_layers import opened
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.class_state import check_class_state
@@ -138,7 +138,8 @@ class CapturedModel:
                 f"{user} as an argument"
             )
         for mode, one in self.recordings.items():
-            self._check_weight_writes(mode, one)
+            if weights := self._weights_written(one):
+                check_weight_writes(self.model, mode, self.sample, weights)
         calls = self.primary_capture.calls
         named = dict(self.model.named_parameters())
         users = Counter(name for call in calls for name in call.weights if name in named)
@@ -151,12 +152,20 @@ class CapturedModel:
                 f"each layer its own weight, or choose a synchronous schedule"
             )
 
-    def _check_weight_writes(self, mode: bool, recording: Recording) -> None:
-        weights = [name for name, _ in self.model.named_parameters() if name in recording.written]
-        calls = recording.capture.calls
-        users = {name: {call.layer or str(call) for call in calls if name in call.uses} for name in weights}
-        if users:
-            check_weight_writes(self.model, mode, self.sample, users)
+    def _weights_written(self, recording: Recording) -> list[str]:
+        return [name for name, _ in self.model.named_parameters() if name in recording.written]
+
+    def _check_stages_of_writes(self, cut: StageLayers) -> None:
+        weights = {name for one in self.recordings.values() for name in self._weights_written(one)}
+        if not weights:
+            return
+        stages_of: dict[str, set[int]] = {name: set() for name in weights}
+        for mode, parts in self.parts(cut).items():
+            calls = self.captures[mode].calls
+            for stage, part in enumerate(parts):
+                for name in weights.intersection(name for index in part.own for name in calls[index].uses):
+                    stages_of[name].add(stage)
+        check_stages_of_writes(self.model, stages_of)
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage."""
@@ -204,7 +213,8 @@ class CapturedModel:
         return [call.place for call in found]
 
     def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
-        """Raise GraphError if the stages of a cut exchange tensors that cannot be sent."""
+        """Raise GraphError if stages exchange tensors that cannot be sent, or use weights that others change."""
+        self._check_stages_of_writes(cut)
         if self.model.training not in self.captures:
             return
         capture = self.captures[self.model.training]

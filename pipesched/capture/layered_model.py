@@ -307,8 +307,7 @@ class LayersInARow:
     def check(self, program: Program, *, threads: bool) -> None:
         """Raise GraphError if the layers change their weights in every forward."""
         if self._weights_written:
-            users = dict.fromkeys(self._weights_written, ())
-            check_weight_writes(self._model, True, self.sample, users)
+            check_weight_writes(self._model, True, self.sample, self._weights_written)
 
     def find_paths(self, batch: Sequence[Any], first: Key, cut: StageLayers) -> BatchPaths:
         return BatchPaths()  # no code runs between the layers of a chain

@@ -202,7 +202,9 @@ class Replay:
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip the call of a layer. The containers' code calls this method in place of the layer."""
-        return layer(*args, **kwargs) if self.running is None else self.running.layer(name, layer, args, kwargs)
+        if self.running is None:  # a backward, in which the model's own code recomputes layers
+            return self.called.get(name, layer)(*args, **kwargs)
+        return self.running.layer(name, layer, args, kwargs)
 
 
 class Run(TorchFunctionMode):

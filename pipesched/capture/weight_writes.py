@@ -5,7 +5,7 @@ that limits its own weights in each call, such as an embedding with ``max_norm=`
 micro-batches. A momentum encoder that is moved in the forward has not.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,31 +16,45 @@ from pipesched.model.state_guard import untouched
 from pipesched.tensors.tree_structure import tensors_in
 from pipesched.units import and_more
 
-__all__ = ["check_weight_writes"]
+__all__ = ["check_stages_of_writes", "check_weight_writes"]
 
 
 def check_weight_writes(
-    model: nn.Module, mode: bool, sample: tuple[tuple[Any, ...], dict[str, Any]], users: Mapping[str, Collection[str]]
+    model: nn.Module, mode: bool, sample: tuple[tuple[Any, ...], dict[str, Any]], names: Collection[str]
 ) -> None:
-    """Raise GraphError if a forward changes weights of several layers' calls, or changes them again in every call.
+    """Raise GraphError if a forward changes weights again in every call, or changes values that a backward needs.
 
     Args:
         model: the user's module. It is the same afterwards.
         mode: True for training mode, False for evaluation mode.
         sample: the arguments of a forward, as (args, kwargs).
-        users: name of each weight that a forward writes to -> the layers and functions that use the weight.
+        names: the names of the weights that a forward writes to.
 
     """
-    found = {name: f"it is used by {and_more(sorted(own))}" for name, own in users.items() if len(own) > 1}
-    found = {**_changing(model, mode, sample, users), **found}
+    found = _changing(model, mode, sample, names)
     if found:
         name, reason = next(iter(found.items()))
-        raise GraphError(
-            f"a forward may only limit the weights of the layer that it calls, such as max_norm= of an embedding, "
-            f"because forwards of several micro-batches run before the first backward; a forward of "
-            f"{type(model).__name__} writes to {and_more(list(found))}; {name!r} is refused because {reason}; change "
-            f"weights after the step, such as a momentum encoder after optimizer.step()"
-        )
+        raise _refusal(model, list(found), f"{name!r} is refused because {reason}")
+
+
+def check_stages_of_writes(model: nn.Module, stages_of: Mapping[str, Collection[int]]) -> None:
+    """Raise GraphError if stages use a weight that a forward writes to in another stage.
+
+    ``stages_of`` maps the name of each weight that a forward writes to to the stages that use the weight.
+    """
+    found = {name: stages for name, stages in stages_of.items() if len(stages) > 1}
+    if found:
+        name, stages = next(iter(found.items()))
+        raise _refusal(model, list(found), f"{name!r} is refused because stages {sorted(stages)} use it")
+
+
+def _refusal(model: nn.Module, names: Sequence[str], reason: str) -> GraphError:
+    return GraphError(
+        f"a forward may only limit the weights of the layer that it calls, such as max_norm= of an embedding, because "
+        f"forwards of several micro-batches run before the first backward; a forward of {type(model).__name__} writes "
+        f"to {and_more(names)}; {reason}; change weights after the step, such as a momentum encoder after "
+        f"optimizer.step()"
+    )
 
 
 def _changing(

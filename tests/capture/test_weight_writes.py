@@ -94,7 +94,7 @@ def in_a_row(kind: type[nn.Linear]) -> nn.Sequential:
 @pytest.mark.filterwarnings("ignore:building a pipeline must leave the weights unchanged")
 def test_weights_that_a_forward_changes_for_other_calls_are_refused(make: Callable[[], nn.Module], weight: str) -> None:
     with pytest.raises(GraphError, match=rf"writes to '{weight}'.*change weights after the step"):
-        Pipeline(make(), ROWS[:2], loss_fn=functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b")
+        Pipeline(make(), ROWS[:2], loss_fn=functional.mse_loss, devices=["cpu"] * 3, schedule="1f1b")
 
 
 @pytest.mark.filterwarnings("ignore:building a pipeline must leave the weights unchanged")

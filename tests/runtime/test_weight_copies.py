@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError
@@ -64,6 +65,40 @@ class Shows(nn.Linear):
         return self.shown
 
 
+class Tracks(nn.Linear):
+    """Records which module runs each call."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__(8, 8)
+        self.calls = Shared(calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.list.append(id(self))
+        return super().forward(x)
+
+
+class Shared:
+    """A list that copies of a module share."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.list = values
+
+    def __deepcopy__(self, memo: Any) -> "Shared":
+        return self
+
+
+class Checkpoints(nn.Module):
+    """Recomputes a layer by itself."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), Tracks(calls), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(checkpoint(self.middle, self.first(x), use_reentrant=False))
+        return made
+
+
 def pipeline(middle: nn.Module, schedule: str) -> tuple[Pipeline, nn.Sequential]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8), nn.Linear(8, 8))
@@ -97,3 +132,13 @@ def test_layers_without_state_are_copied(middle: nn.Module) -> None:
     pipe, _ = pipeline(middle, "chimera")
     with pipe:
         assert pipe.step(X, target=Y).isfinite()
+
+
+def test_a_copy_recomputes_what_it_has_run() -> None:
+    """Over a mesh, the layer itself may have old weights."""
+    calls: list[int] = []
+    options: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "boundaries": ["last"]}
+    with Pipeline(Checkpoints(calls), X[:4], devices=["cpu"] * 2, schedule="chimera", **options) as pipe:
+        calls.clear()
+        pipe.step(X, target=Y)
+    assert sorted(calls.count(module) for module in set(calls)) == [4, 4]
