@@ -142,10 +142,11 @@ class Run:
             self.step_number = number
             for code in self.case.before_step:
                 code(self)
+            batch = self.case.batch(number, self.rank)
             with ExitStack() as stack:
                 for context in self.case.around:
                     stack.enter_context(context())
-                self.case.call(self, self.case.batch(number, self.rank))
+                self.case.call(self, batch)
             self.seen.append([None if p.grad is None else p.grad.clone() for p in self.net.parameters()])
             for code in self.case.after_step:
                 code(self)

@@ -66,7 +66,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_into(name, tensor)
         return tensor
 

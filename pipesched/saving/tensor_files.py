@@ -94,7 +94,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Make a tensor from the bytes that ``bytes_of`` returned."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.numel():
         _memory(tensor)[:] = data
     return tensor
@@ -207,7 +207,7 @@ class TensorFile:
         if rows is not None:
             begin += size // shape[0] * rows.start
             shape = (rows.end - rows.start, *shape[1:])
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.numel():
             view = _memory(tensor)
             with self._path.open("rb", buffering=0) as file:

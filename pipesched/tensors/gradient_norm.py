@@ -59,7 +59,7 @@ def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtyp
 def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
     """Compute the total norm from each gradient's norm, on the first norm's device; 0 if there are no gradients."""
     if not len(norms):
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(vector, norm_type)
     return total

@@ -21,7 +21,7 @@ def pending(take: Callable[[], Tensor]) -> Tensor:
     the use raises the same error.
     """
     with torch.inference_mode(False):
-        tensor = torch.tensor(nan).as_subclass(_Pending)
+        tensor = torch.tensor(nan, device="cpu").as_subclass(_Pending)
     tensor._awaited = take, threading.Lock()
     return tensor
 

@@ -3,11 +3,13 @@
 import contextvars
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -140,3 +142,26 @@ def flops_of_loop() -> int:
         for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
             nn.functional.mse_loss(model(x), y).backward()
     return int(counter.get_total_flops())
+
+
+def test_a_pipeline_makes_none_of_its_own_tensors_on_the_default_device(tmp_path: Path) -> None:
+    """As with torch.set_default_device("cuda"), where the CPU has buffers of messages and of files."""
+    x, y = torch.linspace(-1, 1, 128).reshape(16, 8), torch.linspace(1, -1, 128).reshape(16, 8)
+    losses = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        options: dict[str, Any] = {"devices": ["cpu"] * 2, "schedule": "1f1b", "num_microbatches": 4}
+        options |= {"loss_fn": functional.mse_loss, "checkpoint": {"1": "offload"}, "boundaries": [2]}
+        with Pipeline(model, x[:4], **options) as pipe, torch.device(device):
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            pipe.step(x, target=y)
+            optimizer.step()
+            pipe.save(tmp_path / device, optimizer=optimizer)
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            pipe.load(tmp_path / device, optimizer=optimizer)
+            losses.append(float(pipe.step(x, target=y, metrics=lambda output, target: {"one": 1.0})))
+            assert float(pipe.metrics["one"]) == 1
+            pipe.forward(x).sum().backward()
+    assert losses[0] == losses[1]

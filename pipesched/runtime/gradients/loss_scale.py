@@ -21,7 +21,7 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
-        self._seen = nn.Parameter(torch.zeros(()))
+        self._seen = nn.Parameter(torch.zeros((), device="cpu"))
         self._observed = torch.optim.SGD([self._seen], lr=0.0)
 
     def on(self, device: torch.device) -> Tensor:

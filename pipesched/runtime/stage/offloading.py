@@ -57,7 +57,7 @@ def _both_ways_s(device: torch.device) -> float:
     pairs = []
     for outward in (True, False):
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
-        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         pairs.append((here, there) if outward else (there, here))
     torch.cuda.synchronize(device)
     ends = []
@@ -223,7 +223,9 @@ class Offloads:
 
     def _to_host(self, piece: _Piece) -> None:
         assert piece.device is not None
-        piece.host = torch.empty(len(piece.device), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        piece.host = torch.empty(
+            len(piece.device), dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
+        )
         self._copy(piece, piece.host, piece.device, outward=True)
 
     def _to_device(self, piece: _Piece) -> None:

@@ -35,6 +35,6 @@ def _scalar(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
         return value.detach().double()
     if isinstance(value, int | float):
-        return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     form = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
     raise InputError(f"each metric must be a scalar; metric {name!r} is {form}; reduce it with mean() or sum()")

@@ -260,7 +260,7 @@ class Incoming:
         if plain is not None:
             value, memory = plain
         else:
-            memory = torch.empty(start + nbytes, dtype=torch.uint8)
+            memory = torch.empty(start + nbytes, dtype=torch.uint8, device="cpu")
             value = layout.restore(memory, start) if layout and layout.lies_as_sent else None
         view: memoryview = memory.numpy().reshape(-1).view("u1").data
         header = view[:start] if is_long else self._header
@@ -311,7 +311,7 @@ class Incoming:
             raise lost(
                 self._peer, RuntimeError(f"the message header announced {nbytes} bytes, which is not a valid size")
             )
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if nbytes:
             self._ports.receive(memory, self._peer, self._tag + 1)
         return memory

@@ -19,7 +19,7 @@ def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
 
     The error is at most half the duration of the fastest round trip. Raises ConnectionLostError.
     """
-    answer = torch.zeros(1, dtype=torch.float64)
+    answer = torch.zeros(1, dtype=torch.float64, device="cpu")
     try:
         if rank:
             trips = [_trip(port, answer) for _ in range(_ROUNDS)]

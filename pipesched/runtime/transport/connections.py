@@ -60,7 +60,7 @@ class Connections:
         self.sockets.hang_up()
         if self.num_ranks > 1:
             with suppress(RuntimeError):
-                self.port.recv([torch.empty(1)], (self.rank + 1) % self.num_ranks, _HANG_UP).wait(
+                self.port.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.num_ranks, _HANG_UP).wait(
                     timedelta(milliseconds=1)
                 )
         if self.links is not None:

@@ -212,7 +212,7 @@ class MessageLayout:
         if self._plain is None or not self.nbytes:
             return None
         skeleton, (dtype, shape, _) = self._plain
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if skeleton == _GRADIENTS:
             return (tensor,), tensor
         spec, places, needs_grad = skeleton
@@ -225,7 +225,7 @@ class MessageLayout:
             return None
         dtype, shape, stride = looks[0]
         try:
-            torch.empty(0, dtype=dtype).numpy()
+            torch.empty(0, dtype=dtype, device="cpu").numpy()
         except TypeError:  # not a numpy type
             return None
         return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
@@ -239,7 +239,9 @@ class MessageLayout:
         if leaf.device.type != "cpu" or leaf.is_conj() or leaf.is_neg():
             return None
         start = leaf.storage_offset() * leaf.element_size()
-        return torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage(), start, (piece.nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            leaf.untyped_storage(), start, (piece.nbytes,), (1,)
+        )
 
     @cached_property
     def _only(self) -> _Piece | None:
@@ -309,7 +311,7 @@ class Packed:
     empty view if ``header`` is 0.
     """
 
-    def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
+    def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | str = "cpu") -> None:
         pieces = layout.pieces if layout else []
         nbytes = header + (layout.nbytes if layout else 0)
         with torch.inference_mode(False):  # the memory is used by steps with and without inference mode
