@@ -215,8 +215,8 @@ def _a_returned_feature(case: Case) -> None:
     index = case.draw.randrange(len(case.layers) - 1)
 
     def between(net: Net, at: int, x: Any, extras: dict[str, Any]) -> Any:
-        if at == index:
-            extras["feature"] = x
+        if at >= index:  # some code is not called between layers that are checkpointed together
+            extras.setdefault("feature", x)
         return x
 
     case.between.append(between)
@@ -508,7 +508,7 @@ def _a_loss_that_draws(case: Case) -> None:
     case.loss = lambda net: lambda output, target: functional.mse_loss(functional.dropout(output, 0.5), target)
 
 
-@_of("values beside the tensors", "Silent 1.8", share=2)
+@_of("values beside the tensors", "Silent 1.8", "state", share=2)
 def _a_value_kept_for_the_next_call(case: Case) -> None:
     case.place(case.draw.choice([layers.KeepsLast, layers.CountsCalls]))
 
@@ -516,7 +516,7 @@ def _a_value_kept_for_the_next_call(case: Case) -> None:
 # ---- Silent 1.9 ----------------------------------------------------------------------------------------------------
 
 
-@_of("around a step", "Silent 1.9", "call", where="process")
+@_of("around a step", "Silent 1.9", "call", "state", where="process")
 def _a_step_that_fails(case: Case) -> None:
     case.place(layers.Normed)
     case.layers[-1] = layers.MayFail
@@ -629,7 +629,7 @@ def _of_a_random_activation(case: Case) -> None:
     _recompute(case, case.place(layers.Noisy), "recompute", "recompute-cheap", "always")
 
 
-@_of("recomputation", "Silent 2.2", "recompute", share=0.12)
+@_of("recomputation", "Silent 2.2", "recompute", "state", share=0.12)
 def _of_a_layer_with_state(case: Case) -> None:
     kind = case.draw.choice([layers.OwnGenerator, layers.CountsCalls, layers.KeepsLast])
     _recompute(case, case.place(kind), "recompute", "recompute-cheap", "always")
@@ -789,8 +789,8 @@ def _outputs_in_an_object(case: Case) -> None:
     index = case.draw.randrange(len(case.layers) - 1)
 
     def between(net: Net, at: int, x: Any, extras: dict[str, Any]) -> Any:
-        if at == index:
-            extras["feature"] = x
+        if at >= index:  # some code is not called between layers that are checkpointed together
+            extras.setdefault("feature", x)
         return x
 
     def call(run: Run, batch: Batch) -> None:

@@ -156,15 +156,13 @@ class CapturedModel:
         return [name for name, _ in self.model.named_parameters() if name in recording.written]
 
     def _check_stages_of_writes(self, cut: StageLayers) -> None:
-        weights = {name for one in self.recordings.values() for name in self._weights_written(one)}
-        if not weights:
-            return
-        stages_of: dict[str, set[int]] = {name: set() for name in weights}
-        for mode, parts in self.parts(cut).items():
-            calls = self.captures[mode].calls
-            for stage, part in enumerate(parts):
-                for name in weights.intersection(name for index in part.own for name in calls[index].uses):
-                    stages_of[name].add(stage)
+        stages_of: dict[str, set[int]] = {}
+        for mode, recording in self.recordings.items():
+            weights = self._weights_written(recording)
+            calls = recording.capture.calls
+            for stage, part in enumerate(self.parts(cut).get(mode, ()) if weights else ()):
+                for name in {name for index in part.own for name in calls[index].uses}.intersection(weights):
+                    stages_of.setdefault(name, set()).add(stage)
         check_stages_of_writes(self.model, stages_of)
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:

@@ -24,7 +24,7 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
-from pipesched.pipeline.checks.recompute_checks import check_copied, check_recomputed
+from pipesched.pipeline.checks.recompute_checks import check_recomputed, check_stateless
 from pipesched.pipeline.checks.replica_checks import (
     TREE,
     ZERO_3,
@@ -374,8 +374,7 @@ class Assembly:
             stages[index].gradients = self._gradients(index)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
         self._check_recomputed(stages.values())
-        if program.num_weights < program.num_stages:
-            check_copied(self.layered, [(stage.layers, stage.device) for stage in stages.values()], program.name)
+        self._check_stateless(stages.values())
         return dict(sorted(stages.items()))
 
     def _loss_rule(self, stage: int, part: int) -> LossRule | None:
@@ -414,6 +413,27 @@ class Assembly:
             )
         if self.recomputed and spec.wrap is None and spec.compiled(torch.device("cpu")) is None:
             check_recomputed(spec.layered, [(stage.layers, stage.device) for stage in stages], self.recomputed)
+
+    def _check_stateless(self, stages: Iterable[Stage]) -> None:
+        """Raise GraphError if layers keep state that their copies, or a recomputation by the model, would not share."""
+        program = self.program
+        where = [(stage.layers, stage.device) for stage in stages]
+        if program.num_weights < program.num_stages:
+            check_stateless(
+                self.layered,
+                where,
+                self._spec.layers,
+                because=f"{program.name} runs copies of layers",
+                remedy="choose a schedule without copies, such as 1f1b or zb-v",
+            )
+        if self.layered.recomputed:
+            check_stateless(
+                self.layered,
+                where,
+                self.layered.recomputed,
+                because="layers that the model calls inside torch.utils.checkpoint run again after other micro-batches",
+                remedy="do not call torch.utils.checkpoint for this layer",
+            )
 
     @cached_property
     def recomputed(self) -> dict[str, Any]:

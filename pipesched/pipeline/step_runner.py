@@ -248,14 +248,16 @@ class StepRunner:
         step_data.outside_loss = True
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
+        caller = host.executor.caller(grad=True)  # torch hides some of these settings from code that runs in a backward
         with assembly.norms.counting():
-            host.executor.run(RunSpec(program, stages, prepare=run_spec.prepare, orders=forwards), grad=True)
+            forward_spec = RunSpec(program, stages, prepare=run_spec.prepare, orders=forwards)
+            host.executor.run(forward_spec, grad=True, caller=caller)
         self._running.step += 1
         backward_spec = RunSpec(program, stages, orders=backwards, finish=run_spec.finish)
 
         def run_backwards() -> None:
             with assembly.delivering():
-                host.executor.run(backward_spec, grad=True)
+                host.executor.run(backward_spec, grad=True, caller=caller)
 
         opened = OpenPass(call.batch, step_data, run_backwards, self._model.parameters, call.weighting)
         return attach(opened, self._running.splitter.joins)

@@ -261,3 +261,59 @@ def test_a_batch_norm_that_the_plan_recomputes_counts_each_batch_once() -> None:
     reference_step(plain, X, target=Y, **options)
     for one, other in zip(model.buffers(), plain.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+class Highest(nn.Linear):
+    """Keeps its largest input in a buffer, which not every call changes."""
+
+    highest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("highest", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.highest.copy_(torch.maximum(self.highest, x.abs().max()))
+        return super().forward(x / self.highest.clone())
+
+
+def test_a_buffer_that_the_first_call_writes_without_a_change() -> None:
+    ours, plain = model(Highest), model(Highest)
+    x = X * torch.linspace(0.1, 9, 16)[:, None]
+    options: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "seed": 1}
+    checkpoint = {"1": "recompute", "2": "recompute"}
+    with Pipeline(ours, X[:4], devices=["cpu"] * 2, schedule="gpipe", checkpoint=checkpoint, **options) as pipe:
+        functional.mse_loss(pipe(x), Y).backward()
+    reference_step(plain, x, target=Y, **options)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert all(map(torch.equal, ours.buffers(), plain.buffers()))
+
+
+class Calls(nn.Linear):
+    """Multiplies by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class InCheckpoint(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), middle, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(checkpoint(self.middle, self.first(x), use_reentrant=False))
+        return made
+
+
+@pytest.mark.parametrize("kind", [Calls, OwnGenerator])
+def test_state_in_the_models_own_checkpoint_is_refused(kind: Any) -> None:
+    with pytest.raises(GraphError, match=rf"inside torch.utils.checkpoint.*layer 'middle' \({kind.__name__}\) keeps"):
+        pipeline(InCheckpoint(kind()), boundaries=["last"])

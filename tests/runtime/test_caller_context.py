@@ -165,3 +165,21 @@ def test_a_pipeline_makes_none_of_its_own_tensors_on_the_default_device(tmp_path
             assert float(pipe.metrics["one"]) == 1
             pipe.forward(x).sum().backward()
     assert losses[0] == losses[1]
+
+
+class ReadsDevice(nn.Linear):
+    """Scales by a number that depends on the default device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (3 if torch.get_default_device().type == "meta" else 1)
+
+
+def test_a_recomputation_in_the_backward_of_outputs_has_the_settings_of_the_forward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ReadsDevice(8, 8) for _ in range(4)))
+    point = X.clone().requires_grad_()
+    with torch.device("meta"):
+        (due,) = torch.autograd.grad(model(point).sum(), point)
+        with Pipeline(model, X[:2], devices=["cpu"] * 2, schedule="1f1b", checkpoint="always") as pipe:
+            (slope,) = torch.autograd.grad(pipe(point).sum(), point)
+    torch.testing.assert_close(slope, due)

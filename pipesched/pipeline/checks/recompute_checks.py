@@ -1,6 +1,6 @@
-"""Recompute checks: refuses to recompute layers whose gradients would change, and to copy layers that keep state."""
+"""Recompute checks: refuses to recompute layers whose gradients would change, and to lose the state of layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from pipesched.runtime.stage.recompute_trial import fault_of_recompute, keeps_st
 from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["check_copied", "check_recomputed", "faults_of_recomputed"]
+__all__ = ["check_recomputed", "check_stateless", "faults_of_recomputed"]
 
 
 _Word = LayerCheckpoint | Literal["always"]
@@ -53,24 +53,30 @@ def faults_of_recomputed(
     return faults
 
 
-def check_copied(
-    layered: LayeredModel, stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]], schedule: str
+def check_stateless(
+    layered: LayeredModel,
+    stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
+    names: Collection[str],
+    *,
+    because: str,
+    remedy: str,
 ) -> None:
-    """Raise GraphError if a layer keeps state between its calls, because its copies would not share this state.
+    """Raise GraphError if one of these layers keeps state between its calls.
 
     Args:
         layered: the model.
         stages: for each stage, the modules that it calls, keyed by layer name, and its device.
-        schedule: the name of the schedule, which runs copies of layers.
+        names: the names of the layers.
+        because: why these layers must not keep state, for the message.
+        remedy: what to do, for the message.
 
     """
-    every = dict.fromkeys(name for layers, _ in stages for name in layers)
-    for trial in _trials(layered, stages, every):
+    for trial in _trials(layered, stages, dict.fromkeys(names)):
         if keeps_state(trial.layer, *trial.given, trial.device):
             raise GraphError(
-                f"a schedule that runs copies of layers needs layers whose output depends only on their inputs; layer "
-                f"{trial.name!r} ({type(trial.layer).__name__}) keeps state in attributes, or draws from a generator "
-                f"of its own, and {schedule} runs copies of it; choose a schedule without copies, such as 1f1b or zb-v"
+                f"{because}, so the output of a layer must depend only on its inputs; layer {trial.name!r} "
+                f"({type(trial.layer).__name__}) keeps state in attributes, or draws from a generator of its own; "
+                f"{remedy}"
             )
 
 

@@ -301,12 +301,13 @@ class ThreadExecutor:
         """Whether the threads have been stopped."""
         return not self._finalizer.alive
 
-    def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
+    def run(self, run_spec: RunSpec, *, grad: bool, caller: Caller | None = None) -> Timeline:
         """Run a lowered program until all ranks have finished. An interrupt is raised only once all ranks have stopped.
 
         Args:
             run_spec: the program, its stages and its hooks.
             grad: whether grad mode is enabled.
+            caller: the settings for layers that run in the program. Default: the settings of this thread.
 
         Raises:
             ExecutionError: if a run is in progress, or after ``close``. An exception of a stage is raised unchanged,
@@ -319,7 +320,8 @@ class ThreadExecutor:
         bound = self._kept.pop(id(program), None)  # bound by an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
-        run = self.begin(run_spec, self.caller(grad=grad), bound)
+        here = self.caller(grad=grad)
+        run = self.begin(run_spec, here if caller is None else caller, bound)
         try:
             timeline = run.finish(run.hand(bound.orders))
         except BaseException:

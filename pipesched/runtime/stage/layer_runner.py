@@ -89,7 +89,8 @@ class LayerRunner:
         self._sharded = body.sharded
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
-        self._statistics = RunningStatistics(self.modules if norms is None else {})
+        statistics = RunningStatistics(self.modules)
+        self._statistics = statistics if statistics and norms is None else None
         self._changes = AttributeChanges(self.modules.values())
         self._modifies_input: bool | None = None
         layers = body.layers.values()
@@ -253,7 +254,7 @@ class LayerRunner:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
         run = partial(torch.autograd.backward, edges, grads)
-        if self._statistics:
+        if self._statistics is not None:
             run = partial(self._statistics.kept, run)
         if self._weights is not None:
             run = partial(self._weights.during, saved.weights, run)

@@ -119,7 +119,7 @@ class RecomputedLayers:
         """Separate the buffers in ``seen`` that the call changes from the unchanged buffers.
 
         The first run of a call determines the changed buffers, once for each combination of the modules' training
-        modes. Values are compared, because some operators change a tensor without incrementing its version counter.
+        modes. Values are compared as well as version counters, which some operators do not increment.
         """
         if not seen.still:
             return
@@ -127,7 +127,11 @@ class RecomputedLayers:
         if key not in self._moving:
             now = _buffers(layer, own)
             changed = {name for name, copy in seen.copies.items() if not torch.equal(now[name], copy)}
-            changed |= {name for name, (buffer, _) in seen.still.items() if now[name] is not buffer}
+            changed |= {
+                name
+                for name, (buffer, version) in seen.still.items()
+                if now[name] is not buffer or version_of(buffer) != version
+            }
             self._moving[key] = frozenset(changed)
         for name in seen.still.keys() - self._moving[key]:
             seen.copies.pop(name, None)
