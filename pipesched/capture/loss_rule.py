@@ -36,12 +36,14 @@ class LossRule:
         weighs: whether the rule gives the micro-batches their weights. False if the user stated the weights.
         rows_in_front: whether dim 0 of outputs and targets has the rows.
         elsewhere: describes the place of a tensor that another stage trains or changes; "" for all other tensors.
+        copied: whether several stages compute the loss at the same time, over copies of the layers.
 
     """
 
     weighs: bool
     rows_in_front: bool
     elsewhere: Callable[[Tensor], str]
+    copied: bool = False
 
     def __post_init__(self) -> None:
         self._left = {True: _CALLS, False: _CALLS}
@@ -129,7 +131,7 @@ class LossRule:
                 f"loss_fn may use the output, the target, constants and weights of the last stage, because other "
                 f"weights have older values where the loss is computed; it uses {place}; {remedy}"
             )
-        if values is not None and tensor in values and (own is None or tensor not in own):
+        if values is not None and tensor in values and (self.copied or own is None or tensor not in own):
             raise InputError(
                 f"loss_fn may use the output, the target and constants, because layers run for other micro-batches in "
                 f"the meantime; it uses a tensor of shape {list(tensor.shape)} that a layer or a hook has kept; "

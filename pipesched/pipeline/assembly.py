@@ -400,7 +400,13 @@ class Assembly:
         def elsewhere(tensor: Tensor) -> str:
             return places.get(id(tensor), "") if tensor.requires_grad else ""
 
-        return LossRule(weighs=spec.weighs_losses, rows_in_front=spec.rows_in_front, elsewhere=elsewhere)
+        program = self.program
+        return LossRule(
+            weighs=spec.weighs_losses,
+            rows_in_front=spec.rows_in_front,
+            elsewhere=elsewhere,
+            copied=program.num_weights < program.num_stages,
+        )
 
     def _check_recomputed(self, stages: Iterable[Stage]) -> None:
         """Raise GraphError if recomputation would change the gradients of a layer in these stages."""

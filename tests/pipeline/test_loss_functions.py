@@ -287,6 +287,22 @@ def test_a_tensor_that_a_hook_of_another_stage_keeps_is_refused(place: int, keep
         pipe.step(X, target=VALUES)
 
 
+def test_a_tensor_of_the_last_stage_is_refused_if_copies_run_at_the_same_time() -> None:
+    layers = model()
+    kept = keeping(layers, -2, Tensor.detach)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mse(output, target) + kept["value"].square().mean()
+
+    with pipeline(layers, loss_fn, boundaries=[1]) as pipe:
+        assert pipe.step(X, target=VALUES).isfinite()
+    with (
+        pipeline(layers, loss_fn, boundaries=[1], schedule="chimera") as pipe,
+        pytest.raises(InputError, match="layer or a hook has kept"),
+    ):
+        pipe.step(X, target=VALUES)
+
+
 def test_a_tensor_that_a_layer_stores_is_refused() -> None:
     class Stores(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
