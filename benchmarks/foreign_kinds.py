@@ -534,7 +534,7 @@ def _a_step_that_fails(case: Case) -> None:
     case.call = call
 
 
-@_of("around a step", "Silent 1.9", "call", where="mesh", share=0.12)
+@_of("around a step", "Silent 1.9", "call", "ranks", where="mesh", share=0.12)
 def _a_norm_over_all_gradients(case: Case) -> None:
     def call(run: Run, batch: Batch) -> None:
         run.step(batch)
@@ -773,7 +773,7 @@ def _targets_in_a_list(case: Case) -> None:
 
 @_of("rows", "Current 2", "loss", "target", "sample", "between", "call", "part", share=1)
 def _time_first(case: Case) -> None:
-    case.layers[0] = layers.TimeFirst
+    case.place(layers.TimeFirst)
     case.inputs.append(lambda generator, rows, number: {"x": torch.randn(5, rows, WIDTH, generator=generator)})
     case.make_target = lambda generator, rows: torch.randn(5, rows, WIDTH, generator=generator)
     case.part = lambda batch, begin, end: Batch(
