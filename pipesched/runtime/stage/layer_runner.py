@@ -37,6 +37,7 @@ from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
 from pipesched.tensors.layer_values import LayerValues, Noting
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
+from pipesched.tensors.strided_clone import strided_clone
 from pipesched.tensors.torch_functions import version_of
 from pipesched.tensors.tree_structure import tensors_in
 
@@ -214,7 +215,7 @@ class LayerRunner:
         snapshot = buffers_of(self.modules)
         attributes = self._changes.before()
         versions = [version_of(tensor) for tensor in arrived.tensors]
-        kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
+        kept = arrived if self._modifies_input is False else arrived.map_tensors(strided_clone)
         with _dropping():
             value = self.run(saved, arrived)
         attributes = self._changes.after(attributes)

@@ -17,6 +17,7 @@ from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_val
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import Payload
+from pipesched.tensors.strided_clone import strided_clone
 from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.torch_functions import version_of
 
@@ -76,7 +77,7 @@ class RecomputedLayers:
         # A tensor that is passed twice must also be a single tensor in the recompute.
         given = Payload.of((args, kwargs), lambda tensor: tensor)
         versions = [version_of(tensor) for tensor in given.tensors]
-        kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
+        kept = given if self._modifies_input.get(which) is False else given.map_tensors(strided_clone)
         contexts = create_selective_checkpoint_contexts(_policy) if cheap else (nullcontext(), nullcontext())
         seen = self._before(which, layer, own)
         if which not in self._changes:
