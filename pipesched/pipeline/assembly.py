@@ -411,7 +411,7 @@ class Assembly:
     def _check_recomputed(self, stages: Iterable[Stage]) -> None:
         """Raise GraphError if recomputation would change the gradients of a layer in these stages."""
         spec = self._spec
-        if twice := sorted(self.recomputed.keys() & spec.layered.recomputed):
+        if twice := sorted(self._recomputed_by_name.keys() & spec.layered.recomputed):
             raise GraphError(
                 f"a layer must be recomputed by the pipeline or by the model, not by both; the model's code calls "
                 f"{and_more(twice)} inside torch.utils.checkpoint, and checkpoint= recomputes it, too; leave it out of "
@@ -446,6 +446,10 @@ class Assembly:
         """How each layer is recomputed: "recompute", "recompute-cheap", or "always" in checkpointed stages."""
         if self.programs.checkpoint in ("always", "except_last"):
             return dict.fromkeys(self._spec.layers, "always")
+        return self._recomputed_by_name
+
+    @property
+    def _recomputed_by_name(self) -> dict[str, Any]:
         return {name: word for (name, _), word in self.checkpoint_of_call.items() if word != "offload"}
 
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:

@@ -317,3 +317,12 @@ class InCheckpoint(nn.Module):
 def test_state_in_the_models_own_checkpoint_is_refused(kind: Any) -> None:
     with pytest.raises(GraphError, match=rf"inside torch.utils.checkpoint.*layer 'middle' \({kind.__name__}\) keeps"):
         pipeline(InCheckpoint(kind()), boundaries=["last"])
+
+
+@pytest.mark.parametrize("word", ["always", "except_last"])
+def test_checkpointed_stages_may_contain_checkpoints_of_the_model(word: Any) -> None:
+    torch.manual_seed(0)
+    ours, plain = (InCheckpoint(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    with pipeline(ours, boundaries=["last"], checkpoint=word) as pipe:
+        check(pipe, ours, plain)
