@@ -269,7 +269,7 @@ class LayersInARow:
         #: The names of the weights that a forward writes to. Of torch's own layers, only embeddings write to weights.
         self._weights_written: list[str] = []
         #: The layers that set attributes on the tensors that they return.
-        self._marking: list[str] = []
+        self._marking: set[str] = set()
         if any(is_of_user(type(module)) for module in model.modules()):
             self._check_state()
 
@@ -291,7 +291,7 @@ class LayersInARow:
             for name, output in self._each(args, kwargs):
                 places.after(name, self.layers[name])
                 if any(is_plain(tensor) and vars(tensor) for tensor in tensors_in(output)):
-                    self._marking.append(name)
+                    self._marking.add(name)
 
         changed: Sequence[ClassAttribute] = ()
         with untouched(self._model, True) as written, torch.no_grad(), suppress(LayerError):
@@ -322,7 +322,7 @@ class LayersInARow:
         return [(layer, 0)]
 
     def check_sent(self, cut: StageLayers, *, threads: bool) -> None:
-        """Raise GraphError if a stage sends a tensor with attributes. Nothing else is known of what layers return."""
+        """Raise GraphError if the last layer of a stage sets attributes on the tensor that the stage sends."""
         for stage, names in enumerate(cut[:-1]):
             if names and names[-1] in self._marking:
                 raise GraphError(

@@ -332,11 +332,12 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
+def untouched(model: nn.Module, mode: bool, copied: Collection[Tensor] = ()) -> Iterator[list[Tensor]]:
     """Set the model's mode. After the ``with`` block, restore its attributes, modes, tensors and random state.
 
     Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
-    copied beforehand. A weight is copied only when this thread writes to it.
+    copied beforehand, and so are the tensors in ``copied``, to which other threads may write. Any other weight is
+    copied only when this thread writes to it.
     """
     held = _held_by([model])
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -346,12 +347,13 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
         if isinstance(module, nn.Module)
         for key, buffer in module.named_buffers(recurse=False)
     ]
+    before = {id(tensor): tensor for tensor in (*(buffer for *_, buffer in places), *copied)}
     with (
         _modes_kept(held),
         _leaves_kept(tensors),
         torch.random.fork_rng(),
         outside_kept(),
-        _bits_kept(copied={id(buffer): buffer for *_, buffer in places}.values(), watched=tensors) as written,
+        _bits_kept(copied=before.values(), watched=tensors) as written,
         _attributes_kept(held),
     ):
         if mode != model.training:

@@ -1,7 +1,7 @@
 """Assembly: builds the stages of a model and places them on their ranks, for one plan."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,6 +71,7 @@ class AssemblySpec:
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
     layers: dict[str, nn.Module]  #: name -> layer; ``wrap`` may replace some layers
+    whole_layers: Collection[str] = ()  #: the modules that the user keeps as one layer each
     initial: Initial  #: fills a model built on the meta device
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: returns the compiler for the layers on a device

@@ -80,9 +80,8 @@ def attach(opened: OpenPass, joins: OutputRows) -> Any:
     values = [output.value for output in outputs]
     if any(wanted):
         inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
-        anchor = torch.empty(
-            0, requires_grad=True, device="cpu"
-        ).clone()  # no leaf, so that the engine tells whether it goes there
+        leaf = torch.empty(0, requires_grad=True, device="cpu")
+        anchor = leaf.clone()  # no leaf, so that the engine tells whether it goes there
         pieces = tuple(piece.detach() for piece in chain.from_iterable(wanted))  # the step data keeps the originals
         results = iter(_Through.apply(opened, pieces, anchor, *inputs))  # type: ignore[no-untyped-call]
         values = [output.with_wanted(tuple(islice(results, len(output.wanted)))) for output in outputs]

@@ -204,13 +204,13 @@ class Pipeline(SavingInterface):
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)
             self._numerics = numerics
-            self._whole_layers = tuple(whole_layers)
             self._form = CallForm.of(*call) if distributed.inputs == "all" or host.holds(0) else None
             self._spec = AssemblySpec(
                 model=module,
                 loss_fn=loss_fn,
                 layered=layers,
                 layers=dict(layers.layers),
+                whole_layers=tuple(whole_layers),
                 initial=initial,
                 batch_norm=numerics.batch_norm,
                 compiled=compiler(compile, numerics.batch_norm, in_threads=mesh is None),
@@ -550,7 +550,7 @@ class Pipeline(SavingInterface):
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
-            A report of what is equal, and of what could not be compared. ``print`` it.
+            A report with a line for each comparison: equal, or not compared and why.
 
         Raises:
             DifferenceError: something differs; the message names the first layer and the largest difference.
@@ -558,33 +558,17 @@ class Pipeline(SavingInterface):
 
         """
         self.flush()
-        given = GivenBatch(args, kwargs, target, microbatches)
         checker = Checker(
             running=self._running,
             roots=self._roots,
             spec=self._spec,
             numerics=self._numerics,
-            whole_layers=self._whole_layers,
             steps=self._steps,
             forward=self.forward,
+            gather_model=self.gather_model,
             is_own=self._is_own,
         )
-        elsewhere = self._gathered_for_check()
-        return checker.report(given, whole_batch=whole_batch, elsewhere=elsewhere).raised()
-
-    def _gathered_for_check(self) -> str:
-        """Gather the model on every rank, so that each process can run it. Returns why this is not possible, or ""."""
-        host = self._running.host
-        if self._running.assembly.wrapped:
-            return "wrap= may have changed the modules"
-        if isinstance(host, ThreadRanks):
-            return ""
-        if self._spec.zero:
-            return "optimizer states, gradients or weights are split across replicas"
-        if any(host.gathered_in_all(any(parameter.is_meta for parameter in self.model.parameters()))):
-            return "this process holds only the weights of its own stages"
-        self.gather_model()
-        return ""
+        return checker.report(GivenBatch(args, kwargs, target, microbatches), whole_batch=whole_batch).raised()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

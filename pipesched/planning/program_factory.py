@@ -316,7 +316,7 @@ class StepPrograms:
         return lower(self._completed(program))
 
     def _completed(self, program: Program) -> Program:
-        """Add what a program needs besides updates: sums over replicas, gathers, recomputes and offloads."""
+        """Add sums over replicas, gathers, recomputes and offloads to a program."""
         factory = self._factory
         if factory.buckets:
             program = add_reductions(program, [len(layers) for layers in factory.buckets])

@@ -35,8 +35,13 @@ def check_recomputed(
         words: layer name -> "recompute", "recompute-cheap", or "always" for the layers of checkpointed stages.
 
     """
-    for trial in _trials(layered, stages, words):
-        _try(trial.name, trial.layer, trial.given, words[trial.name], trial.device)
+    for trial, word, fault in _faults(layered, stages, words):
+        raise GraphError(
+            f"a layer that is recomputed must have the gradients that it has without recomputation; with {word!r}, "
+            f"layer {trial.name!r} ({type(trial.layer).__name__}) does not: {fault} on the sample, because its forward "
+            f"changes state outside its buffers, draws from a generator of its own, or changes saved tensors in place; "
+            f"{_remedy(trial, word)}"
+        )
 
 
 def faults_of_recomputed(
@@ -45,12 +50,10 @@ def faults_of_recomputed(
     words: Mapping[str, _Word],
 ) -> list[str]:
     """Return a line for each layer whose gradients recomputation would change. Arguments as for `check_recomputed`."""
-    faults = []
-    for trial in _trials(layered, stages, words):
-        word = words[trial.name]
-        if fault := fault_of_recompute(trial.layer, *trial.given, word, trial.device):
-            faults.append(f"layer {trial.name!r}, recomputed with {word!r}: {fault} on the sample")
-    return faults
+    return [
+        f"layer {trial.name!r}, recomputed with {word!r}: {fault} on the sample"
+        for trial, word, fault in _faults(layered, stages, words)
+    ]
 
 
 def check_stateless(
@@ -106,18 +109,21 @@ def _trials(
                 yield _Trial(name, layer, given, device)
 
 
-def _try(name: str, layer: nn.Module, given: tuple[Any, Any], word: _Word, device: torch.device) -> None:
-    """Raise GraphError if recomputation would change the gradients of a layer, or its output in the next forward."""
-    fault = fault_of_recompute(layer, *given, word, device)
-    if not fault:
-        return
-    remedy = "leave this layer out of checkpoint=, or offload its activations with 'offload'"
+def _faults(
+    layered: LayeredModel,
+    stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
+    words: Mapping[str, _Word],
+) -> Iterator[tuple[_Trial, _Word, str]]:
+    """Yield each layer whose gradients recomputation would change, its word, and the fault."""
+    for trial in _trials(layered, stages, words):
+        word = words[trial.name]
+        if fault := fault_of_recompute(trial.layer, *trial.given, word, trial.device):
+            yield trial, word, fault
+
+
+def _remedy(trial: _Trial, word: _Word) -> str:
     if word == "always":
-        remedy = "use checkpoint='never', or name the layers to recompute in checkpoint="
-    elif word != "recompute" and not fault_of_recompute(layer, *given, "recompute", device):
-        remedy = "choose 'recompute' for this layer, or leave it out of checkpoint="
-    raise GraphError(
-        f"a layer that is recomputed must have the gradients that it has without recomputation; with {word!r}, layer "
-        f"{name!r} ({type(layer).__name__}) does not: {fault} on the sample, because its forward changes state outside "
-        f"its buffers, draws from a generator of its own, or changes saved tensors in place; {remedy}"
-    )
+        return "use checkpoint='never', or name the layers to recompute in checkpoint="
+    if word != "recompute" and not fault_of_recompute(trial.layer, *trial.given, "recompute", trial.device):
+        return "choose 'recompute' for this layer, or leave it out of checkpoint="
+    return "leave this layer out of checkpoint=, or offload its activations with 'offload'"

@@ -1,4 +1,4 @@
-"""Check report: what `Pipeline.check` compared, what it could not compare, and the differences that it found."""
+"""Check report: the result of `Pipeline.check`, and the comparison of tensors behind it."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _SHOWN = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What a check compared. ``str()`` returns one line per comparison."""
+    """The result of `Pipeline.check`. ``str()`` returns a line for each comparison."""
 
     equal: tuple[str, ...]  #: what was compared, and is equal
     skipped: tuple[str, ...]  #: what was not compared, and why

@@ -1,7 +1,7 @@
 """Checker: compares a pipeline's results with the results of its model in plain PyTorch, before a long run."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.stage_body import loss_entry
 from pipesched.errors import PipeschedError
-from pipesched.model.state_guard import reachable_generators, same_bits, untouched
+from pipesched.model.state_guard import reachable_generators, untouched
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.checks.recompute_checks import faults_of_recomputed
 from pipesched.pipeline.comparison.check_report import CheckReport, Results, differing, in_words, merged
@@ -48,9 +48,9 @@ class Checker:
         roots: name prefix -> the user's modules; the model comes first.
         spec: the model and the user's options for its stages.
         numerics: the user's numeric options.
-        whole_layers: the modules that are one layer each.
         steps: runs the steps.
         forward: ``Pipeline.forward``.
+        gather_model: ``Pipeline.gather_model``.
         is_own: whether this process trains the parameter or buffer of a name.
 
     """
@@ -62,9 +62,9 @@ class Checker:
         roots: Mapping[str, nn.Module],
         spec: AssemblySpec,
         numerics: Numerics,
-        whole_layers: Sequence[str],
         steps: StepRunner,
         forward: Callable[..., Any],
+        gather_model: Callable[[], None],
         is_own: Callable[[str], bool],
     ) -> None:
         self._running = running
@@ -72,20 +72,20 @@ class Checker:
         self._model = spec.model
         self._spec = spec
         self._numerics = numerics
-        self._whole_layers = whole_layers
         self._steps = steps
         self._forward = forward
+        self._gather_model = gather_model
         self._is_own = is_own
 
-    def report(self, given: GivenBatch, *, whole_batch: bool, elsewhere: str) -> CheckReport:
+    def report(self, given: GivenBatch, *, whole_batch: bool) -> CheckReport:
         """Run all comparisons. Collective under a mesh.
 
         Args:
             given: the batch, as for a step.
             whole_batch: whether to compare with the model on the whole batch.
-            elsewhere: why this process cannot run the whole model; "" if it can.
 
         """
+        elsewhere = self._gathered()
         comparisons: list[tuple[str, str, Callable[[], str]]] = [
             (_STEP, elsewhere or self._no_reference(), lambda: self._step(given)),
             (_WHOLE, elsewhere or self._no_whole_batch(given, whole_batch), lambda: self._whole_batch(given)),
@@ -115,6 +115,20 @@ class Checker:
         return merged(host.gathered_in_all((own.equal, own.skipped, own.differences)))
 
     # ---- what cannot be compared ----------------------------------------------------------------------------------
+
+    def _gathered(self) -> str:
+        """Gather the model on every rank, so that each process can run it. Returns why this is not possible, or ""."""
+        host = self._running.host
+        if self._spec.wrap is not None:
+            return "wrap= may have changed the modules"
+        if isinstance(host, ThreadRanks):
+            return ""
+        if self._spec.zero:
+            return "optimizer states, gradients or weights are split across replicas"
+        if any(host.gathered_in_all(any(parameter.is_meta for parameter in self._model.parameters()))):
+            return "this process holds only the weights of its own stages"
+        self._gather_model()
+        return ""
 
     def _no_reference(self) -> str:
         return "each replica has rows of its own" if len(self._running.host.grid.rows) > 1 else ""
@@ -152,7 +166,7 @@ class Checker:
             "split_dims": numerics.split_dims,
             "batch_norm": numerics.batch_norm,
             "intra_op_threads": numerics.intra_op_threads,
-            "whole_layers": self._whole_layers,
+            "whole_layers": self._spec.whole_layers,
             "reduction_order": numerics.reduction_order,
         }
         exact = running.program.exact and all(device.type == "cpu" for device in running.host.devices)
@@ -322,23 +336,19 @@ class Checker:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Restore weights, gradients, buffers, attributes, modes, generators and the number of steps."""
-        written = [one for name, one in self._named("named_parameters").items() if name in self._spec.layered.written]
-        before = [parameter.detach().clone() for parameter in written]
+        parameters = self._named("named_parameters")
+        written = [parameters[name] for name in parameters.keys() & self._spec.layered.written]
         step = self._running.step
         rules = [stage.head.rule for stage in self._running.assembly.stages.values() if stage.head is not None]
         with ExitStack() as stack:
             for root in self._roots.values():
-                stack.enter_context(untouched(root, root.training))
+                stack.enter_context(untouched(root, root.training, written if root is self._model else ()))
             for rule in rules:
                 stack.enter_context(nullcontext() if rule is None else rule.uncounted())
             try:
                 yield
             finally:
                 self._running.step = step
-                with torch.no_grad():
-                    for parameter, value in zip(written, before, strict=True):
-                        if not same_bits(parameter, value):
-                            parameter.copy_(value)
 
     @contextmanager
     def _quiet(self, given: GivenBatch) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Layer outputs: records what layers return in two runs, to find the first layer that returns something else."""
+"""Layer outputs: records the outputs of layers in a run, and finds the first layer whose outputs differ in another."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

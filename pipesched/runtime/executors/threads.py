@@ -320,7 +320,7 @@ class ThreadExecutor:
         bound = self._kept.pop(id(program), None)  # bound by an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
-        here = self.caller(grad=grad)
+        here = self.caller(grad=grad)  # also with a caller, because it refuses modes of this thread
         run = self.begin(run_spec, here if caller is None else caller, bound)
         try:
             timeline = run.finish(run.hand(bound.orders))

@@ -22,6 +22,7 @@ from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
+from pipesched.tensors.strided_clone import strided_clone
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = ["fault_of_recompute", "keeps_state"]
@@ -111,7 +112,7 @@ def _run_twice(layer: nn.Module, random: KeyedRandom, args: tuple[Any, ...], kwa
     buffers = buffers_of({name: layer})[name]
     place = random.place
     clones: dict[int, Tensor] = {}  # a tensor that is passed twice stays one tensor
-    kept = map_tensors(lambda tensor: clones.setdefault(id(tensor), tensor.clone()), (args, kwargs))
+    kept = map_tensors(lambda tensor: clones.setdefault(id(tensor), strided_clone(tensor)), (args, kwargs))
     call_with({}, layer, args, kwargs)
     attributes = changes.after(before)
     with random.repeated(place), with_values(attributes):
