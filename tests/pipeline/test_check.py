@@ -92,6 +92,7 @@ def state(model: nn.Module) -> list[Any]:
 
 def test_a_check_leaves_everything_as_it_was() -> None:
     model, twin = (chain(Balances(), nn.Dropout(0.2)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
     with pipeline(model) as pipe, pipeline(twin) as other:
         pipe.step(X, target=Y)
         other.step(X, target=Y)
