@@ -3,6 +3,7 @@
 import random
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,7 +19,7 @@ from pipesched import Microbatch, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
 
-__all__ = ["WIDTH", "Batch", "Block", "Case", "Net", "Outcome", "Run", "cut", "outcome_of", "plain_step"]
+__all__ = ["WIDTH", "Batch", "Block", "Case", "Net", "Outcome", "PipelineRun", "Run", "cut", "outcome_of", "plain_step"]
 
 WIDTH = 8
 STEPS = 2
@@ -105,12 +106,8 @@ def cut(value: Any, begin: int, end: int) -> Any:
     return value
 
 
-class Run:
-    """One training run: the model, its optimizer, and what is compared after it.
-
-    ``case.call`` runs a step through the methods of this class. A plain run and a run of a pipeline have the same
-    methods.
-    """
+class Run(ABC):
+    """A training run of a case, in plain PyTorch or as a pipeline. ``case.call`` runs a step through its methods."""
 
     def __init__(self, case: "Case", rank: int = 0) -> None:
         self.case = case
@@ -121,13 +118,17 @@ class Run:
         #: Values that are compared bit by bit, in order.
         self.seen: list[Any] = []
 
+    @abstractmethod
     def step(self, batch: Batch) -> Tensor:
         """Run all forwards and backwards, and return the loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outputs(self, inputs: dict[str, Any]) -> Any:
         """Return the model's outputs for a batch, which can be differentiated."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def separate_outputs(self, inputs: dict[str, Any]) -> list[Any]:
+        """Return the model's outputs as one value for each micro-batch, or a list with the joined value."""
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters, as a user passes them to an optimizer."""
@@ -185,7 +186,11 @@ class PlainRun(Run):
 
     def outputs(self, inputs: dict[str, Any]) -> Any:
         """Return the joined outputs of the micro-batches."""
-        return torch.cat([self.net(**part.inputs) for part in self.parts(Batch(inputs=inputs, target=None))])
+        return torch.cat(self.separate_outputs(inputs))
+
+    def separate_outputs(self, inputs: dict[str, Any]) -> list[Any]:
+        """Return the outputs of the micro-batches."""
+        return [self.net(**part.inputs) for part in self.parts(Batch(inputs=inputs, target=None))]
 
 
 class PipelineRun(Run):
@@ -223,6 +228,11 @@ class PipelineRun(Run):
         """Return the outputs of the pipeline's forward."""
         return self.pipe(**inputs)
 
+    def separate_outputs(self, inputs: dict[str, Any]) -> list[Any]:
+        """Return the outputs of the pipeline's forward, which are a list if they cannot be joined."""
+        output = self.outputs(inputs)
+        return output if isinstance(output, list) else [output]
+
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the pipeline's own parameters."""
         return self.early if self.case.early_optimizer else self.pipe.parameters()
@@ -239,7 +249,7 @@ def _weigh_rows(part: Batch) -> float:
 
 @dataclass(kw_only=True)
 class Case:
-    """What a user has written, as `foreign_kinds` adds it, kind after kind."""
+    """A model, its batches, its loss and options of a pipeline. Each variant in `foreign_kinds` changes some of them."""
 
     seed: int
     draw: random.Random

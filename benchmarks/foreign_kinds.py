@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import foreign_layers as layers
 import numpy as np
 import torch
-from foreign_case import WIDTH, Batch, Block, Case, Net, Run, cut, plain_step
+from foreign_case import WIDTH, Batch, Block, Case, Net, PipelineRun, Run, cut, plain_step
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
@@ -184,13 +184,15 @@ def _a_feature_of_a_hook(case: Case) -> None:
 
 @_of("what losses read", "Silent 1.2", "loss", share=0.12)
 def _the_gradient_of_the_input(case: Case) -> None:
+    given: dict[str, Tensor] = {}
+
     def call(run: Run, batch: Batch) -> None:
-        case.given = batch.inputs["x"].requires_grad_()  # type: ignore[attr-defined]
+        given["x"] = batch.inputs["x"].requires_grad_()
         run.seen.append(run.step(batch))
 
     def loss(net: Net) -> Any:
         def compute(output: Tensor, target: Tensor) -> Tensor:
-            (slope,) = torch.autograd.grad(output.sum(), case.given, create_graph=True)  # type: ignore[attr-defined]
+            (slope,) = torch.autograd.grad(output.sum(), given["x"], create_graph=True)
             return functional.mse_loss(output, target) + slope.square().mean()
 
         return compute
@@ -210,8 +212,8 @@ def _weights_of_classes(case: Case) -> None:
     case.close.append("the sum of the classes' weights")
 
 
-@_of("what losses read", "Silent 1.2", "loss", "finish", share=2)
-def _a_returned_feature(case: Case) -> None:
+def _keep_a_feature(case: Case) -> None:
+    """Keep the output of a layer as ``extras["feature"]``."""
     index = case.draw.randrange(len(case.layers) - 1)
 
     def between(net: Net, at: int, x: Any, extras: dict[str, Any]) -> Any:
@@ -220,6 +222,11 @@ def _a_returned_feature(case: Case) -> None:
         return x
 
     case.between.append(between)
+
+
+@_of("what losses read", "Silent 1.2", "loss", "finish", share=2)
+def _a_returned_feature(case: Case) -> None:
+    _keep_a_feature(case)
     case.finish = lambda net, at, x, extras: (x, extras["feature"])
     case.loss = lambda net: (
         lambda output, target: functional.mse_loss(output[0], target) + 0.5 * functional.l1_loss(output[1], target)
@@ -522,7 +529,7 @@ def _a_step_that_fails(case: Case) -> None:
     case.layers[-1] = layers.MayFail
 
     def call(run: Run, batch: Batch) -> None:
-        if "parts" not in dir(run):  # plain code that is careful does not count the failed step
+        if isinstance(run, PipelineRun):  # the plain run shows the result without the failed step
             bad = batch.inputs["x"].clone()
             bad[-1] = float("nan")
             with suppress(ValueError):
@@ -786,24 +793,15 @@ def _time_first(case: Case) -> None:
 
 @_of("rows", "Current 2", "call", "finish", "loss", where="process")
 def _outputs_in_an_object(case: Case) -> None:
-    index = case.draw.randrange(len(case.layers) - 1)
-
-    def between(net: Net, at: int, x: Any, extras: dict[str, Any]) -> Any:
-        if at >= index:  # some code is not called between layers that are checkpointed together
-            extras.setdefault("feature", x)
-        return x
+    _keep_a_feature(case)
 
     def call(run: Run, batch: Batch) -> None:
-        made = []
-        for part in getattr(run, "parts", lambda batch: [batch])(batch):
-            with torch.no_grad():
-                output = run.net(**part.inputs) if hasattr(run, "parts") else run.outputs(part.inputs)
-            made += output if isinstance(output, list) else [output]
+        with torch.no_grad():
+            made = run.separate_outputs(batch.inputs)
         run.seen.append(torch.cat([one.rows for one in made]))
         run.seen.append(torch.cat([one.feature for one in made]))
         run.seen.append(run.step(batch))
 
-    case.between.append(between)
     case.finish = lambda net, at, x, extras: _Output(x, extras["feature"])
     case.loss = lambda net: lambda output, target: functional.mse_loss(output.rows, target)
     case.call = call
@@ -818,11 +816,7 @@ class _Output:
 def _outputs_without_rows(case: Case) -> None:
     def call(run: Run, batch: Batch) -> None:
         with torch.no_grad():
-            if hasattr(run, "parts"):
-                outputs = [run.net(**part.inputs) for part in run.parts(batch)]
-            else:
-                output = run.outputs(batch.inputs)
-                outputs = output if isinstance(output, list) else [output]
+            outputs = run.separate_outputs(batch.inputs)
         run.seen.append(torch.cat([one["rows"] for one in outputs]))
         means = [mean for one in outputs for mean in (one["mean"] if isinstance(one["mean"], list) else [one["mean"]])]
         run.seen.append(all(mean.shape == (WIDTH,) for mean in means))

@@ -11,6 +11,14 @@ from torch.utils.checkpoint import checkpoint
 STRENGTH: ContextVar[float] = ContextVar("strength", default=1.0)
 
 
+class OneLinear(nn.Module):
+    """A module with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
 class Recurrent(nn.GRU):
     """A GRU over the features of a row. Its backward uses a state that the forward kernel returns."""
 
@@ -22,12 +30,8 @@ class Recurrent(nn.GRU):
         return super().forward(x.unsqueeze(-1))[0].sum(-1)
 
 
-class InPlace(nn.Module):
+class InPlace(OneLinear):
     """Changes what its linear layer returned in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
@@ -36,12 +40,8 @@ class InPlace(nn.Module):
         return y.sigmoid()
 
 
-class InPlaceAct(nn.Module):
+class InPlaceAct(OneLinear):
     """Applies an activation in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
@@ -49,12 +49,8 @@ class InPlaceAct(nn.Module):
         return torch.relu_(y) * torch.tanh(x)
 
 
-class InnerGradient(nn.Module):
+class InnerGradient(OneLinear):
     """Moves its input along the gradient of an energy, which it takes by autograd.grad."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
@@ -64,12 +60,11 @@ class InnerGradient(nn.Module):
         return x - 0.1 * slope
 
 
-class Noisy(nn.Module):
+class Noisy(OneLinear):
     """Ends in a random activation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.act = nn.RReLU(0.1, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,12 +72,11 @@ class Noisy(nn.Module):
         return self.act(self.linear(x))
 
 
-class Dropped(nn.Module):
+class Dropped(OneLinear):
     """A linear layer with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,12 +84,11 @@ class Dropped(nn.Module):
         return self.dropout(self.linear(x))
 
 
-class OwnGenerator(nn.Module):
+class OwnGenerator(OneLinear):
     """Draws noise from a generator of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.generator = torch.Generator().manual_seed(5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,12 +96,11 @@ class OwnGenerator(nn.Module):
         return self.linear(x * (1 + torch.rand(x.shape, generator=self.generator)))
 
 
-class CountsCalls(nn.Module):
+class CountsCalls(OneLinear):
     """Grows with the number of its calls, which it keeps in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,12 +109,11 @@ class CountsCalls(nn.Module):
         return self.linear(x) * (1 + 0.1 * self.calls)
 
 
-class KeepsLast(nn.Module):
-    """Adds the mean of what it returned the last time, which it keeps in an attribute."""
+class KeepsLast(OneLinear):
+    """Adds the mean of its previous output, which it keeps in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,14 +125,13 @@ class KeepsLast(nn.Module):
         return y
 
 
-class RunningMax(nn.Module):
+class RunningMax(OneLinear):
     """Divides by the largest number so far, which it keeps in a buffer."""
 
     largest: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("largest", torch.full((), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,12 +141,11 @@ class RunningMax(nn.Module):
         return self.linear(x / self.largest.clone())
 
 
-class Normed(nn.Module):
+class Normed(OneLinear):
     """A linear layer with BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,12 +165,8 @@ class _Cube(torch.autograd.Function):
         return grads[0] * 3 * x**2 / 8
 
 
-class OwnFunction(nn.Module):
+class OwnFunction(OneLinear):
     """Uses an autograd.Function of the user's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
@@ -213,12 +198,11 @@ class Shared(nn.Module):
         return nn.functional.linear(x, self.weight) * getattr(self.weight, "multiplier", 1.0)
 
 
-class HasGain(nn.Module):
+class HasGain(OneLinear):
     """A linear layer with a number that other code may read and change."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.gain = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,12 +210,8 @@ class HasGain(nn.Module):
         return self.linear(x)
 
 
-class ReadsContext(nn.Module):
+class ReadsContext(OneLinear):
     """Scales by a context variable, and makes a tensor on the default device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
@@ -239,12 +219,8 @@ class ReadsContext(nn.Module):
         return self.linear(x) * STRENGTH.get() * (2 if is_meta else 1)
 
 
-class Marks(nn.Module):
+class Marks(OneLinear):
     """Sets an attribute on the tensor that it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
@@ -253,36 +229,24 @@ class Marks(nn.Module):
         return y
 
 
-class ReadsMark(nn.Module):
+class ReadsMark(OneLinear):
     """Scales by the attribute of the tensor that it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
         return self.linear(x) * getattr(x, "scale", 1.0)
 
 
-class MayPass(nn.Module):
+class MayPass(OneLinear):
     """Returns its input itself if the input has many rows, as that of the sample has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""
         return x if len(x) > 30 else self.linear(x)
 
 
-class MayFail(nn.Module):
+class MayFail(OneLinear):
     """Raises ValueError for infinite numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows."""

@@ -10,9 +10,9 @@ __all__ = ["strided_clone"]
 
 def strided_clone(tensor: Tensor) -> Tensor:
     """Return a copy with the strides of the tensor. ``Tensor.clone`` makes slices and expanded tensors contiguous."""
-    clone = tensor.clone()
-    if not is_plain(tensor) or tensor.layout is not torch.strided or clone.stride() == tensor.stride():
-        return clone
+    is_strided = is_plain(tensor) and tensor.layout is torch.strided
+    if not is_strided or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor.clone()
     repeated = [stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     own = tensor[tuple(slice(0, 1) if again else slice(None) for again in repeated)]
     made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
