@@ -249,7 +249,7 @@ def _weigh_rows(part: Batch) -> float:
 
 @dataclass(kw_only=True)
 class Case:
-    """A model, its batches, its loss and options of a pipeline. Each variant in `foreign_kinds` changes some of them."""
+    """A model, its batches, its loss and the options of a pipeline. Each variant in `foreign_kinds` changes some."""
 
     seed: int
     draw: random.Random
