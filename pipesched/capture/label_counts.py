@@ -1,9 +1,9 @@
-"""Label counts: finds the labels over which a model averages its own loss, to weight the losses of micro-batches.
+"""Label counts: finds how a model reduces its own loss over rows or labels, to weight the losses of micro-batches.
 
 Micro-batches have different numbers of labels that are not padding, so their mean losses need different weights. The
 model's code determines these labels. For example, a language model that shifts its labels drops the first label of each
 row. A probe computes the loss of four rows, and the losses of the first two and of the last two rows. Usually, these
-three losses are consistent with only one counting method.
+three losses are consistent with only one counting method. They also show whether the loss is a sum.
 """
 
 import inspect
@@ -26,10 +26,12 @@ from pipesched.tensors.rows import Argument, Dim
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 
-__all__ = ["IGNORED", "counted_labels", "counts", "labels_in"]
+__all__ = ["IGNORED", "SUM", "counted_labels", "counts", "labels_in"]
 
 #: The label that torch's losses ignore.
 IGNORED = -100
+#: The result of ``counted_labels`` for a loss that is a sum.
+SUM = "sum"
 _NAME = "labels"
 _MASK = "attention_mask"
 _ATTEMPTS = 8
@@ -40,9 +42,10 @@ _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
     """Return a function that maps a micro-batch's inputs to the weight of its loss.
 
-    ``way`` is a result of ``counted_labels``. If ``way`` is None, returns None; the weight is then the number of rows.
+    ``way`` is a result of ``counted_labels``. Returns None if ``way`` is None, because the weight is then the number of
+    rows, or if ``way`` is `SUM`.
     """
-    if way is None:
+    if way is None or way == SUM:
         return None
     count = _WAYS[way]
 
@@ -54,24 +57,32 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find the labels over which a model averages its own loss; None if the model has no labels or averages over rows.
+    """Find the labels over which a model averages its own loss; None if the model averages over rows.
 
-    The model runs three times in evaluation mode. It runs again with other labels if several counting methods fit, or
-    if it may add a loss of other labels. It is left unchanged. A model on the meta device runs with stand-ins for its
-    layers' outputs. If none of the counting methods fits, or several do, a warning is issued and the result is None.
+    The model runs up to three times in evaluation mode. It runs again with other labels if several counting methods
+    fit, or if it may add a loss of other labels. It is left unchanged. A model on the meta device runs with stand-ins
+    for its layers' outputs. If there are labels, and none of the counting methods fits or several do, a warning is
+    issued and the result is None.
 
     Args:
         model: the user's module.
         sample: the arguments (args, kwargs) of a forward.
 
     Returns:
-        The name of the counting method, to pass to ``counts``, or None to count rows.
+        The name of the counting method, to pass to ``counts``; None to count rows; `SUM` if the loss is a sum.
 
     """
     given = _labels_of(model, sample)
-    if given is None:
-        return None
+    with untouched(model, False), torch.no_grad():
+        if given is None:
+            return SUM if _adds_rows(model, sample) else None
+        return _counted(model, sample, given)
+
+
+def _counted(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], given: Tensor) -> str | None:
+    """Return the result of ``counted_labels`` for a model that takes these labels."""
     fitting = list(_WAYS)
+    is_sum = True
     has_others = any(_is_class(value, given) for name, value in _named(model, *sample).items() if name != _NAME)
     for attempt in range(_ATTEMPTS):
         try:
@@ -88,11 +99,14 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         parts = [_named(model, *part) for part in inputs[1:]]
         weights = {way: [_WAYS[way](part[_NAME], part.get(_MASK)) for part in parts] for way in fitting}
         fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
+        is_sum &= _is_sum(losses)
         if len(fitting) < 2 and attempt >= (_CONFIRMED if fitting and has_others else 0):
             break
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
     if len(fitting) != 1:
+        if is_sum and not fitting:
+            return SUM
         answer = "could be the mean over more than one" if fitting else "is not the mean over any"
         return _unknown(f"the model's loss {answer} of these: {', '.join(fitting or _WAYS)}")
     return None if fitting[0] == "rows" else fitting[0]
@@ -117,6 +131,8 @@ def _is_mask_of(labels: Tensor, mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.shape == labels.shape and labels.dim() > 1
 
 
+#: The probe's four rows, the first two, and the last two.
+_PARTS = [slice(0, 4), slice(0, 2), slice(2, 4)]
 _NEVER = -1.0  # the weight of a way that does not apply
 #: Each way takes a micro-batch's labels and its attention mask.
 _WAYS: Mapping[str, Callable[[Tensor, Tensor | None], float]] = {
@@ -167,13 +183,11 @@ def _probe(
     marked = torch.cat(_marked(labels))
     mask = _named(model, *sample).get(_MASK)
     masks = _masks(mask) if isinstance(mask, Tensor) and _is_mask_of(labels, mask) else None
-
-    given = [Argument(name, value, Dim()) for name, value in (*enumerate(sample[0]), *sample[1].items())]
+    given = _arguments(sample)
     has = rows_of_batch(given)
 
     def rows(chosen: slice) -> Any:
-        split = RowSplit.choosing(has, [_four(has)[chosen]])
-        picked = [split.parts(argument)[0] for argument in given]
+        picked = _picked(given, has, chosen)
         if has == 1 or attempt:
             roll = partial(_rolled, labels=marked[chosen], chosen=chosen, by=attempt + 1)
             picked = pytree.tree_map_only(Tensor, roll, picked)
@@ -181,11 +195,26 @@ def _probe(
             if _is_class(argument.value, labels):
                 ends = argument.value.aminmax()
                 picked[place] = torch.stack([ends.min, ends.min, ends.max, ends.max])[chosen]
-        args, kwargs = tuple(picked[: len(sample[0])]), dict(zip(sample[1], picked[len(sample[0]) :], strict=True))
-        args, kwargs = _replaced(model, args, kwargs, _NAME, marked[chosen])
+        args, kwargs = _replaced(model, *_call(picked, sample), _NAME, marked[chosen])
         return (args, kwargs) if masks is None else _replaced(model, args, kwargs, _MASK, masks[chosen])
 
-    return [rows(slice(0, 4)), rows(slice(0, 2)), rows(slice(2, 4))]
+    return [rows(chosen) for chosen in _PARTS]
+
+
+def _arguments(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Argument]:
+    return [Argument(name, value, Dim()) for name, value in (*enumerate(sample[0]), *sample[1].items())]
+
+
+def _picked(given: list[Argument], has: int, chosen: slice) -> list[Any]:
+    """Return the arguments with only these of the probe's four rows. ``has`` is the number of rows in the arguments."""
+    split = RowSplit.choosing(has, [_four(has)[chosen]])
+    return [split.parts(argument)[0] for argument in given]
+
+
+def _call(picked: list[Any], sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) of a call with these arguments instead of the sample's."""
+    count = len(sample[0])
+    return tuple(picked[:count]), dict(zip(sample[1], picked[count:], strict=True))
 
 
 def _four(count: int) -> list[int]:
@@ -224,14 +253,26 @@ def _replaced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], n
 def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor] | None:
     losses = []
     run = _Outline(model) if lacks_contents(model) else model
-    with untouched(model, False), torch.no_grad():
-        for args, kwargs in inputs:
-            output = run(*args, **kwargs)
-            loss = loss_entry(output)
-            if not isinstance(loss, Tensor) or loss.dim():
-                return None
-            losses.append(loss)
+    for args, kwargs in inputs:
+        output = run(*args, **kwargs)
+        loss = loss_entry(output)
+        if not isinstance(loss, Tensor) or loss.dim():
+            return None
+        losses.append(loss)
     return losses
+
+
+def _adds_rows(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Return whether the loss of a model without labels is the sum of the losses of its rows."""
+    try:
+        given = _arguments(sample)
+        has = rows_of_batch(given)
+        losses = _losses(model, *[_call(_picked(given, has, chosen), sample) for chosen in _PARTS])
+    except Exception:  # any error of a model that does not accept other numbers of rows
+        return False
+    if losses is None or not losses[0].is_floating_point():
+        return False
+    return _is_sum(losses) and not _fits([1, 1], losses)
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
@@ -248,9 +289,20 @@ def _fits(weights: list[float], losses: list[Tensor]) -> bool:
     """Return whether the first loss is the mean of the other two losses, weighted by ``weights``."""
     if min(weights) < 0:
         return False
-    whole, *parts = (float(loss) for loss in losses)
+    parts = [float(loss) for loss in losses[1:]]
     mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
-    return abs(whole - mean) <= _ROUNDING * torch.finfo(losses[0].dtype).eps * max(map(abs, (whole, *parts)))
+    return _equals_whole(mean, losses)
+
+
+def _is_sum(losses: list[Tensor]) -> bool:
+    """Return whether the first loss is the sum of the other two losses."""
+    return _equals_whole(sum(float(loss) for loss in losses[1:]), losses)
+
+
+def _equals_whole(value: float, losses: list[Tensor]) -> bool:
+    """Return whether the first loss is this value, within rounding."""
+    rounding = _ROUNDING * torch.finfo(losses[0].dtype).eps * max(abs(float(loss)) for loss in losses)
+    return abs(float(losses[0]) - value) <= rounding
 
 
 def _unknown(why: str) -> str | None:

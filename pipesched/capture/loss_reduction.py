@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture.label_counts import IGNORED, counted_labels, counts
+from pipesched.capture.label_counts import IGNORED, SUM, counted_labels, counts
 from pipesched.checks import shown
 from pipesched.errors import InputError
 
@@ -47,7 +47,8 @@ def resolve_loss(
 
     Args:
         model: the user's module. If loss_fn is None and the model averages its own loss over labels, the weight of a
-            micro-batch is the number of these labels in the micro-batch.
+            micro-batch is the number of these labels in the micro-batch. If the model's own loss is a sum, the losses
+            of micro-batches are added.
         sample: the arguments (args, kwargs) of a forward.
         loss_fn: the user's loss, or None.
         loss_weight: the user's function that computes the weight, or None to derive the weight from the loss.
@@ -84,7 +85,8 @@ def resolve_loss(
     if reduction == "sum" or loss_weight is not None:
         return loss_weight, reduction
     if loss_fn is None and split_dims == 0:
-        return counts(model, agreed(lambda: counted_labels(model, sample))), reduction
+        way = agreed(lambda: counted_labels(model, sample))
+        return counts(model, way), "sum" if way == SUM and loss_reduction is None else reduction
     dim = split_dims.get("target", 0) if isinstance(split_dims, Mapping) else split_dims
     if says == "batchmean" and dim != 0:
         raise InputError(

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Numerics, Pipeline
-from pipesched.capture.label_counts import IGNORED, counted_labels, counts
+from pipesched.capture import label_counts
+from pipesched.capture.label_counts import IGNORED, SUM, counted_labels, counts
 from pipesched.testing import reference_step
 from tests.support.models import assert_as
 
@@ -48,6 +50,8 @@ class Language(nn.Module):
             return cross_entropy(logits[:, -1], labels)
         if self.how == "sum":
             return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        if self.how == "root":
+            return cross_entropy(logits.flatten(0, 1), labels.flatten()).sqrt()
         if self.how == "no ignored":
             return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -143,11 +147,97 @@ def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("sum", "is not the mean over any of these"), ("no ignored", "the model failed on four rows")]
+    ("how", "why"), [("root", "is not the mean over any of these"), ("no ignored", "the model failed on four rows")]
 )
 def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
     with pytest.warns(UserWarning, match=f"(?s){why}.*loss_weight="):
         assert counted_labels(made(how), sample(how, 2)) is None
+
+
+class Own(nn.Module):
+    """A model that computes its own loss from two arguments, neither of which is named ``labels``."""
+
+    def __init__(self, loss: Any, mode: str = "tensor") -> None:
+        super().__init__()
+        self.first, self.second, self.loss, self.mode = nn.Linear(4, 4), nn.Linear(4, 4), loss, mode
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        output = self.second(self.first(x).relu())
+        loss = self.loss(output, y)
+        return loss if self.mode == "tensor" else {"loss": loss, "output": output}
+
+
+def squares(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square()
+
+
+#: name -> (the loss, whether it is a sum over rows)
+OWN_LOSSES = {
+    "torch's sum": (lambda o, y: functional.mse_loss(o, y, reduction="sum"), True),
+    "sum()": (lambda o, y: squares(o, y).sum(), True),
+    "a loop over rows": (lambda o, y: sum(squares(a, b).mean() for a, b in zip(o, y, strict=True)), True),
+    "two sums": (lambda o, y: squares(o, y).sum() + 0.1 * o.abs().sum(), True),
+    "a mean for each row": (lambda o, y: squares(o, y).sum(0).mean(), True),
+    "torch's mean": (functional.mse_loss, False),
+    "a sum for each row": (lambda o, y: squares(o, y).sum(1).mean(), False),
+    "a masked mean": (lambda o, y: squares(o, y)[y > 0].mean(), False),
+    "a root": (lambda o, y: squares(o, y).sum().sqrt(), False),
+    "a sum beside a mean": (lambda o, y: squares(o, y).sum() + o.abs().mean(), False),
+    "noise": (lambda o, y: squares(o + torch.randn_like(o), y).sum(), False),
+    "zero": (lambda o, y: 0 * o.sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("mode", ["tensor", "dict"])
+def test_a_sum_over_rows_is_told_from_a_mean(name: str, rows: int, mode: str) -> None:
+    loss, is_sum = OWN_LOSSES[name]
+    torch.manual_seed(0)
+    model = Own(loss, mode)
+    random = torch.get_rng_state()
+    assert counted_labels(model, ((torch.randn(rows, 4), torch.randn(rows, 4)), {})) == (SUM if is_sum else None)
+    torch.set_rng_state(random)
+    assert model.training
+
+
+@pytest.mark.parametrize("name", [name for name, (_, is_sum) in OWN_LOSSES.items() if is_sum])
+def test_a_loss_of_the_models_own_that_is_a_sum_adds_up_to_the_batchs(name: str) -> None:
+    """Also with micro-batches of different sizes, for losses and gradients."""
+    torch.manual_seed(0)
+    model = Own(OWN_LOSSES[name][0])
+    whole, loop = copy.deepcopy(model), copy.deepcopy(model)
+    x, y = torch.randn(10, 4), torch.randn(10, 4)
+    with Pipeline(model, (x[:3], y[:3]), devices=["cpu"] * 2, num_microbatches=4, schedule="1f1b", seed=3) as pipe:
+        loss = pipe.step(x, y)
+        torch.testing.assert_close(loss, whole(x, y).detach())
+        torch.testing.assert_close(pipe.evaluate(x, y), whole(x, y).detach())
+        whole(x, y).backward()
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        assert torch.equal(loss, reference_step(loop, x, y, num_microbatches=4, seed=3))
+        assert_as(pipe, loop)
+
+
+def test_a_stated_reduction_wins() -> None:
+    model = Own(OWN_LOSSES["sum()"][0])
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = Pipeline(
+        model,
+        (x[:3], y[:3]),
+        devices=["cpu"] * 2,
+        num_microbatches=4,
+        schedule="1f1b",
+        numerics=Numerics(loss_reduction="mean"),
+    )
+    with pipe:
+        torch.testing.assert_close(pipe.step(x, y), model(x, y).detach() / 4)
+
+
+def test_the_sum_over_labels_is_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert counted_labels(made("sum"), sample("sum", 2)) == SUM
 
 
 def test_losses_that_are_all_equal_tell_nothing() -> None:
@@ -158,10 +248,11 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
         assert counted_labels(model, sample("plain", 2)) is None
 
 
-def test_without_labels_nothing_is_run() -> None:
+def test_without_a_loss_the_model_runs_once() -> None:
     model = made("plain")
-    model.register_forward_hook(lambda *_: pytest.fail("it ran"))
-    assert counted_labels(model, ((text(2),), {})) is None
+    with patch.object(label_counts, "loss_entry", wraps=label_counts.loss_entry) as outputs:
+        assert counted_labels(model, ((text(2),), {})) is None
+    outputs.assert_called_once()
     assert counted_labels(model, ((), {"text": text(2), "labels": None})) is None
     assert counted_labels(model, ((), {"text": text(2), "labels": torch.ones(2)})) is None
 
