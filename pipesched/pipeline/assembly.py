@@ -482,6 +482,10 @@ class Assembly:
         modules = [module for stage in own for module in stage.modules.values()]
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
+    def held_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this process's stages, excluding copies of other ranks' weights."""
+        return [tensor for tensor in self._held_tensors() if isinstance(tensor, nn.Parameter)]
+
     def put_back(self) -> None:
         """Move the layers back to the devices of this assembly's ranks, after another assembly has failed."""
         for index, stage in reversed(self.stages.items()):

@@ -15,6 +15,7 @@ from pipesched.errors import InputError
 from pipesched.model.agreement import Facts, modes_of_model
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, check_derivatives, deliver_input_grads
+from pipesched.pipeline.idle_optimizer import IdleOptimizer
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_loss import explain_backward, without_attributes
@@ -86,6 +87,8 @@ class StepRunner:
         self._buffers = KeptBuffers(list(roots.values()))
         self._memory = memory
         self._orders = orders
+        #: Watches the user's optimizers after the first step; None if the pipeline has its own.
+        self._optimizers = None if running.updates else IdleOptimizer()
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
         #: A function that returns the loss weights of all replicas; None if there is only one replica.
@@ -143,6 +146,8 @@ class StepRunner:
             self._finish(rules, step_data)
         if step_data.input_grads:
             deliver_input_grads(call.batch, step_data)
+        if self._optimizers is not None and self._optimizers.waits:
+            self._optimizers.watch(assembly.held_parameters())
         return self._result(call, step_data)
 
     def gradients(self, given: GivenBatch) -> Tensor:
@@ -278,6 +283,8 @@ class StepRunner:
             host.agree_on(self._modes, "call train() or eval() on every rank")
             self._agrees = True
         assembly.members.check()
+        if self._optimizers is not None and self._optimizers.ran:
+            self._optimizers.check(assembly.held_parameters())
         self._guard.check(changes=method == "step" or (method != "check" and self._model.training))
 
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:

@@ -1,6 +1,8 @@
 """Jobs of test_agreement: pipelines that differ between ranks."""
 
+import copy
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -228,3 +230,18 @@ def checks_other_batches(group: Any) -> str:
         except DifferenceError as error:
             return str(error)
     return ""
+
+
+def steps_idle_optimizer(group: Any, idle: bool) -> list[str]:
+    """Train three steps with an optimizer of this rank's parameters, or of a copy. Returns the warnings."""
+    module = model()
+    pipe = made(group, module)
+    parameters = copy.deepcopy(module).parameters() if idle else pipe.parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            pipe.step(X, target=Y)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught]
