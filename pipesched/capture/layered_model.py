@@ -55,6 +55,10 @@ class LayeredModel(Protocol):
         """The layers at which a stage may begin, keyed by name, in the order in which they run."""
 
     @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The modules that the model's code calls, keyed by name."""
+
+    @property
     def written(self) -> Collection[str]:
         """The names of weights and buffers that forwards write to."""
 
@@ -263,7 +267,7 @@ class LayersInARow:
     def __init__(
         self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
     ) -> None:
-        self.layers = layers_of(model, whole_layers)
+        self.layers = self.modules = layers_of(model, whole_layers)
         self._model = model
         self.sample = sample
         #: The names of the weights that a forward writes to. Of torch's own layers, only embeddings write to weights.

@@ -1,9 +1,11 @@
-"""Fingerprint: a digest of a model and of the device that it is measured on. Identical digests imply the same costs."""
+"""Fingerprint: digests of models and devices. Models with the same form have the same costs on the same device."""
 
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 
 from pipesched.tensors.payload import pytree
 
-__all__ = ["code_of", "device_name", "fingerprint", "form_of"]
+__all__ = ["Behaviours", "code_of", "device_name", "fingerprint", "form_of"]
+
+_HOOKS = "_hooks"  # in the names of dicts of hooks, whose keys are arbitrary numbers
+_PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | torch.Size | type
 
 
 def fingerprint(*parts: Any) -> str:
@@ -65,6 +70,76 @@ def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
 
 def _plain(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
+
+
+class Behaviours:
+    """Describes all that a module's forward may depend on, except for the values of tensors.
+
+    Unlike `form_of`, a description includes hooks, functions, containers and objects in attributes. Modules with the
+    same description behave alike. The description of an unknown object contains its address.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}  # keeps the described objects, so that addresses stay theirs
+
+    def of(self, module: nn.Module) -> str:
+        """Return a digest of the description of a module."""
+        return fingerprint(self._of(module), form_of(module))
+
+    def _of(self, value: Any) -> str:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = value, f"within {type(value).__qualname__}"  # what an object in a cycle holds
+            known = self._known[id(value)] = value, fingerprint(type(value), self._parts(value))
+        return known[1]
+
+    def _parts(self, value: Any) -> Any:
+        """Return the descriptions of the parts of a value that is not plain."""
+        if isinstance(value, Tensor):
+            return _of_tensor(value)
+        if isinstance(value, Set):
+            return sorted(map(self._of, value))
+        parts = _parts_of(value)
+        return repr(value) if parts is None else [self._of(own) for own in parts]
+
+
+def _parts_of(value: Any) -> Sequence[Any] | None:
+    """Return the parts of a container, a function or an object; None if they are not known."""
+    if isinstance(value, Sequence):
+        return value
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, FunctionType):
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        return repr(_code_of(value.__code__)), value.__defaults__, value.__kwdefaults__, *cells
+    return [] if isinstance(value, torch.Generator) else _attributes_of(value)
+
+
+def _attributes_of(value: Any) -> Sequence[Any] | None:
+    """Return the names and values of an object's attributes; None if it has none."""
+    if not hasattr(value, "__dict__"):
+        return None
+    table = sorted(vars(value).items())
+    hooks = [isinstance(own, Mapping) and _HOOKS in key for key, own in table]
+    return [(key, [*own.values()] if is_hooks else own) for (key, own), is_hooks in zip(table, hooks, strict=True)]
+
+
+def _code_of(code: CodeType) -> Any:
+    inner = [_code_of(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return code.co_code, code.co_names, inner
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
 
 
 def device_name(device: torch.device) -> str:

@@ -71,6 +71,8 @@ def activation_options(
 ) -> list[tuple[ActivationOption, ...]]:
     """Return the activation options of each layer. The first option keeps all activations on the device.
 
+    A layer is not recomputed if the attribute ``refuses`` of its node contains "recompute".
+
     Raises PartitionError if an argument or a cost is invalid.
     """
     _check(allowed, offload_bytes_per_s)
@@ -89,7 +91,7 @@ def activation_options(
             forward_ticks=min(forward, ticks),
         )
         options = [hold]
-        if "recompute" in allowed:
+        if "recompute" in allowed and "recompute" not in node.get("refuses", ()):
             options.append(
                 replace(
                     hold,

@@ -16,6 +16,7 @@ from pipesched.capture.loss_reduction import reduces
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
 from pipesched.model.module_tree import normalised_over_rows
+from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.options import Numerics, Search
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -25,6 +26,7 @@ from pipesched.planning.tuner import find_plan, find_plan_of_replicas, too_small
 from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.profiling.profile_model import put_updates
+from pipesched.profiling.recompute_refusals import put_refusals
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Microbatch, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
@@ -107,8 +109,9 @@ class AutoPlan:
         search_counts = self.free and self.search.batch_size is not None and request.num_microbatches is None
         if request.num_microbatches is None and not search_counts:
             request = replace(request, num_microbatches=-(-batch_size // sample_rows))
-        profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
         is_limited = self.search.memory_limit_bytes is not None
+        profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
+        profile = self._with_refusals(profile) if is_limited else profile
         profile = on_devices(profile, self.devices, self.search.offload, is_limited=is_limited)
         search_request = SearchRequest.of(
             profile,
@@ -172,6 +175,15 @@ class AutoPlan:
         updates = measure_updates(self.optimizer, parameters, self.devices[0], self.numerics.intra_op_threads)
         graphs = {rows: graph.copy() for rows, graph in known.graphs.items()}
         put_updates(graphs.values(), updates)
+        return replace(known, graphs=graphs)
+
+    def _with_refusals(self, known: Profile) -> Profile:
+        """Return the profile. If it does not state which layers must not be recomputed, try them, and add this."""
+        if all("refuses" in node for _, node in known.graph(min(known.graphs)).nodes(data=True)):
+            return known
+        graphs = {rows: graph.copy() for rows, graph in known.graphs.items()}
+        with set_aside(self.module):
+            put_refusals(self.layered, graphs.values())
         return replace(known, graphs=graphs)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 
-from pipesched.planning.candidates import LADDER, Candidate, candidates, smaller_counts
+from pipesched.planning.candidates import Candidate, candidates, smaller_counts
 from pipesched.planning.effort import FOR_MEMORY, Effort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.recomputation_choice import RecomputationChooser
@@ -61,7 +61,8 @@ class LeanCandidates:
         """
         found = []
         for candidate in self._largest():
-            evaluated = self._chooser.without_limits(candidate.recomputing(self._search.checkpoint or LADDER[-1]))
+            own = candidate.recomputing(self._search.checkpoint or self._search.ladder[-1])
+            evaluated = self._chooser.without_limits(own)
             if evaluated is not None:
                 self._effort.spend(candidate.num_actions * FOR_MEMORY)
                 found.append(evaluated)
@@ -89,10 +90,10 @@ class LeanCandidates:
         for candidate in self._largest():
             if looked_at is not None and candidate.schedule not in looked_at:
                 continue
-            own = candidate.recomputing(search.checkpoint or LADDER[-1])
+            own = candidate.recomputing(search.checkpoint or search.ladder[-1])
             found = self._chooser.without_limits(own) if unlimited else self._chooser.within_limits(own)
-            if found is None and not unlimited and search.checkpoint is None and search.may_offload:
-                found = self._chooser.within_limits(candidate, ("recompute", "offload"))
+            if found is None and not unlimited and search.checkpoint is None and search.by_layer:
+                found = self._chooser.within_limits(candidate, search.by_layer)
             if found is not None:
                 return found
         return None

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pipesched import schedules
 from pipesched.checks import is_count, shown
 from pipesched.errors import PartitionError, ScheduleError
-from pipesched.planning.candidates import microbatch_counts
+from pipesched.planning.candidates import LADDER, microbatch_counts
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
+from pipesched.program.checkpoint_options import Checkpoint, CheckpointMode, LayerCheckpoint, as_checkpoint
 from pipesched.program.liveness import rank_limits
 from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement
@@ -109,6 +109,19 @@ class SearchRequest:
         if self.offload != "auto":
             return self.offload
         return self.profile.machine.host_bytes_per_s is not None and not self.profile.machine.on_host
+
+    @cached_property
+    def ladder(self) -> tuple[CheckpointMode, ...]:
+        """The checkpoint modes of whole stages that the search may choose, in ascending order of their time."""
+        layers = next(iter(self.profile.graphs.values())).nodes(data="refuses")
+        return LADDER[:1] if any("always" in (refused or ()) for _, refused in layers) else LADDER
+
+    @property
+    def by_layer(self) -> tuple[LayerCheckpoint, ...]:
+        """What a search chooses for single layers if no candidate with whole stages recomputed fits."""
+        if self.may_offload:
+            return ("recompute", "offload")
+        return () if len(self.ladder) > 1 else ("recompute",)
 
     @property
     def searches_orders(self) -> bool:

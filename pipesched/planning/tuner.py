@@ -310,7 +310,7 @@ class Tuner:
         Each checkpoint setting is tried. The partitioner can miss cuts that only just fit, because it only estimates
         the memory.
         """
-        modes = LADDER if self._search.checkpoint is None else (self._search.checkpoint,)
+        modes = self._search.ladder if self._search.checkpoint is None else (self._search.checkpoint,)
         every = filter(self._lean.may_fit, self._lean.candidates())
         alone = [each for each in every if window_of(each.schedule) == 1 and each.num_ranks == self._search.num_ranks]
         until = self._effort.left - self._lean.effort_in_need

@@ -22,6 +22,7 @@ from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import loss_costs, with_loss_bytes
 from pipesched.profiling.optimizer_costs import Update, measure_updates
 from pipesched.profiling.plausibility import doubt_of_sum
+from pipesched.profiling.recompute_refusals import put_refusals
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch, Microbatch, SplitDims, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
@@ -166,6 +167,8 @@ def profile(
     costs_of_batches = [_between(each) for each in passes]
     measured = zip(sizes, known, costs_of_batches, strict=False)
     graphs = {size: model_of.graph(costs) for size, model_of, costs in measured}
+    with set_aside(chain):
+        put_refusals(known[sizes.index(has) if has in sizes else 0], graphs.values())
     if optimizer is not None:
         put_updates(graphs.values(), measure_updates(optimizer, dict(chain.named_parameters()), where, threads))
     machine = Machine(device_name(where), host_bytes_per_s=host_bytes_per_s(where), on_host=where.type == "cpu")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.model.attributes import OF_ALL_MODULES
 from pipesched.model.state_guard import unchanged
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.weight_products import Product, weight_grad
@@ -212,8 +213,8 @@ class TimingRun(nn.Module):
         """
         for module in layer.modules():
             before = self._attributes.get(module, {})
-            for name, value in list(vars(module).items()):
-                if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+            for name in vars(module).keys() - OF_ALL_MODULES:
+                if any(tensor.grad_fn is not None for tensor in tensors_in(vars(module)[name])):
                     vars(module)[name] = before.get(name)
 
     def _arguments(self, subject: Subject) -> Any:

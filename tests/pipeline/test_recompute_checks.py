@@ -1,6 +1,7 @@
 """A layer is recomputed only if its gradients are those of no recomputation; else it is refused by name."""
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from pipesched import Numerics, Pipeline
-from pipesched.errors import ExecutionError, GraphError
+import pipesched
+from pipesched import Numerics, Pipeline, Search
+from pipesched.capture.layered_model import layered
+from pipesched.errors import ExecutionError, GraphError, MemoryLimitError
+from pipesched.profiling.recompute_refusals import put_refusals
 from pipesched.testing import reference_step
 
 X, Y = torch.linspace(-1, 1, 128).reshape(16, 8), torch.linspace(1, -1, 128).reshape(16, 8)
@@ -326,3 +330,176 @@ def test_checkpointed_stages_may_contain_checkpoints_of_the_model(word: Any) -> 
     plain.load_state_dict(ours.state_dict())
     with pipeline(ours, boundaries=["last"], checkpoint=word) as pipe:
         check(pipe, ours, plain)
+
+
+# ---- searches --------------------------------------------------------------------------------------------------------
+
+
+def refusals(layers: nn.Module) -> dict[str, list[str]]:
+    known = layered(layers, ((X[:4],), {}))
+    graph = known.graph({})
+    put_refusals(known, [graph])
+    return dict(graph.nodes(data="refuses"))
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
+@pytest.mark.parametrize("name", [*BAD, *GOOD])
+def test_a_search_knows_which_layers_are_refused(name: str) -> None:
+    """All layers of a kind, although only one is tried."""
+    make, faults = BAD.get(name, (GOOD.get(name), set()))
+    due = [word for word in ("recompute", "always") if word in faults]
+    assert refusals(model(make)) == {"0": [], "1": due, "2": due, "3": []}
+
+
+def test_a_search_knows_the_layers_that_the_model_recomputes_itself() -> None:
+    found = refusals(Blocks())
+    assert {name for name, words in found.items() if words == ["recompute"]} == {
+        name for name in found if name.startswith("blocks")
+    }
+    assert found["free.1"] == []
+
+
+class Sharing(nn.Module):
+    """Its layers pass a tensor through an object, not as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shared = SimpleNamespace(scale=None)
+        self.layers = nn.ModuleList(Scaled(shared, sets=number == 1) for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self, shared: Any, *, sets: bool) -> None:
+        super().__init__()
+        self.linear, self.shared, self.sets = nn.Linear(8, 8), shared, sets
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sets:
+            self.shared.scale = x.sigmoid()
+        made: Tensor = self.linear(x)
+        return made if self.shared.scale is None else made * self.shared.scale
+
+
+def test_a_search_knows_the_layers_that_share_tensors_through_an_object() -> None:
+    """What is refused in checkpoint= is what the search leaves out."""
+    found = refusals(Sharing())
+    for name, words in found.items():
+        try:
+            pipeline(Sharing(), boundaries=[1], checkpoint={name: "recompute"}).close()
+        except GraphError:
+            assert "recompute" in words
+        else:
+            assert words == []
+
+
+class Wide(nn.Module):
+    """A layer with large activations; ``stateful``: it draws from a generator of its own."""
+
+    def __init__(self, *, stateful: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.generator = torch.Generator().manual_seed(3) if stateful else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x).tanh()
+        if self.generator is not None:
+            inner = inner * torch.rand(inner.shape, generator=self.generator)
+        made: Tensor = x + self.down(inner)
+        return made
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Wide(stateful=bool(number % 2)) for number in range(8)])
+
+
+def with_hook() -> nn.Module:
+    """A layer whose hook draws from a generator of its own."""
+    layer, generator = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+    layer.register_forward_hook(lambda module, args, output: output * torch.rand(8, generator=generator))
+    return layer
+
+
+class Acting(nn.Module):
+    """A layer that calls a function or a module that it keeps in an attribute."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), [act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.act[0](self.linear(x))
+        return made
+
+
+def drawing() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return lambda x: x * torch.rand(8, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda: Wide(stateful=False), lambda: Wide(stateful=True)),
+        (lambda: nn.Linear(8, 8), with_hook),
+        (lambda: Acting(torch.tanh), lambda: Acting(drawing())),
+        (lambda: Acting(nn.Tanh()), lambda: Acting(nn.RReLU())),
+        (lambda: Acting(functional.relu), lambda: Acting(functools.partial(functional.rrelu, training=True))),
+    ],
+)
+def test_each_layer_is_tried_unless_it_behaves_like_another(first: Any, second: Any) -> None:
+    """Two layers of the same class with the same settings: only the second must not be recomputed."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(first(), second(), nn.Linear(8, 8))
+    with pytest.raises(GraphError, match=r"layer '1' \(\w+\) does not"):
+        pipeline(layers, boundaries=[2], checkpoint={"0": "recompute", "1": "recompute"})
+    with pipeline(layers, boundaries=[2], checkpoint={"0": "recompute"}) as pipe:
+        pipe.step(X, target=Y)
+
+
+def test_no_search_under_a_memory_limit_recomputes_a_layer_that_refuses() -> None:
+    """From limits without recomputation down to limits that no plan meets. Each plan runs."""
+    x, y = torch.randn(2, 256, 8)
+    profile = pipesched.profile(wide(), x[:32], rows=[32], thorough=False)
+    options: dict[str, Any] = {"num_ranks": 2, "batch_size": 256, "num_microbatches": 8, "schedule": "1f1b"}
+    options |= {"boundaries": [4]}
+    chosen = []
+    for limit in (400_000, 220_000, 180_000, 160_000, 140_000, 60_000):
+        try:
+            plan = pipesched.tune(profile, memory_limit_bytes=limit, all_ranks=True, **options)
+        except MemoryLimitError:
+            break
+        assert plan.checkpoint == "never" or not {"1", "3", "5", "7"} & plan.checkpoint.keys()
+        chosen.append(plan.checkpoint)
+        with Pipeline(wide(), x[:32], loss_fn=functional.mse_loss, devices=["cpu"] * 2, plan=plan) as pipe:
+            pipe.step(x, target=y)
+    assert chosen[0] == "never"
+    assert any(one != "never" for one in chosen)
+    assert limit < 180_000
+
+
+def test_a_pipeline_under_a_memory_limit_recomputes_no_layer_that_refuses() -> None:
+    x, y = torch.randn(2, 256, 8)
+    found = set()
+    for limit in (220_000, 180_000):
+        with Pipeline(
+            wide(),
+            x[:32],
+            loss_fn=functional.mse_loss,
+            devices=["cpu"] * 2,
+            schedule="1f1b",
+            num_microbatches=8,
+            boundaries=[4],
+            search=Search(memory_limit_bytes=limit, batch_size=256),
+        ) as pipe:
+            checkpoint = pipe.plan.checkpoint
+            found |= set() if checkpoint == "never" else set(checkpoint)
+            pipe.step(x, target=y)
+    assert found
+    assert not found & {"1", "3", "5", "7"}

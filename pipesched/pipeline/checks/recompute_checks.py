@@ -1,29 +1,22 @@
 """Recompute checks: refuses to recompute layers whose gradients would change, and to lose the state of layers."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import GraphError
-from pipesched.model.fingerprint import form_of
-from pipesched.program.checkpoint_options import LayerCheckpoint
+from pipesched.profiling.recompute_refusals import RecomputeWord, Trial, faults, trials
 from pipesched.runtime.stage.recompute_trial import fault_of_recompute, keeps_state
-from pipesched.tensors.tensor_attributes import is_plain
-from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["check_recomputed", "check_stateless", "faults_of_recomputed"]
-
-
-_Word = LayerCheckpoint | Literal["always"]
 
 
 def check_recomputed(
     layered: LayeredModel,
     stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
-    words: Mapping[str, _Word],
+    words: Mapping[str, RecomputeWord],
 ) -> None:
     """Raise GraphError if recomputation would change the gradients of a layer.
 
@@ -35,7 +28,7 @@ def check_recomputed(
         words: layer name -> "recompute", "recompute-cheap", or "always" for the layers of checkpointed stages.
 
     """
-    for trial, word, fault in _faults(layered, stages, words):
+    for trial, word, fault in faults(layered, stages, words):
         raise GraphError(
             f"a layer that is recomputed must have the gradients that it has without recomputation; with {word!r}, "
             f"layer {trial.name!r} ({type(trial.layer).__name__}) does not: {fault} on the sample, because its forward "
@@ -47,12 +40,12 @@ def check_recomputed(
 def faults_of_recomputed(
     layered: LayeredModel,
     stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
-    words: Mapping[str, _Word],
+    words: Mapping[str, RecomputeWord],
 ) -> list[str]:
     """Return a line for each layer whose gradients recomputation would change. Arguments as for `check_recomputed`."""
     return [
         f"layer {trial.name!r}, recomputed with {word!r}: {fault} on the sample"
-        for trial, word, fault in _faults(layered, stages, words)
+        for trial, word, fault in faults(layered, stages, words)
     ]
 
 
@@ -74,7 +67,7 @@ def check_stateless(
         remedy: what to do, for the message.
 
     """
-    for trial in _trials(layered, stages, dict.fromkeys(names)):
+    for trial in trials(layered, stages, dict.fromkeys(names)):
         if keeps_state(trial.layer, *trial.given, trial.device):
             raise GraphError(
                 f"{because}, so the output of a layer must depend only on its inputs; layer {trial.name!r} "
@@ -83,45 +76,7 @@ def check_stateless(
             )
 
 
-class _Trial(NamedTuple):
-    """A layer with the arguments of a call."""
-
-    name: str
-    layer: nn.Module
-    given: tuple[Any, Any]
-    device: torch.device
-
-
-def _trials(
-    layered: LayeredModel,
-    stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
-    words: Mapping[str, Any],
-) -> Iterator[_Trial]:
-    """Yield one layer of each kind, word and device among the layers in ``words``."""
-    tried: set[str] = set()
-    here = {name for layers, _ in stages for name in layers}
-    for name, given in layered.examples(here & words.keys()):
-        for layer, device in [(layers[name], device) for layers, device in stages if name in layers]:
-            tensors = [*tensors_in(given), *layer.parameters(), *layer.buffers()]
-            kind = repr((form_of(layer), form_of(given), words[name], device))
-            if kind not in tried and not any(tensor.is_meta or not is_plain(tensor) for tensor in tensors):
-                tried.add(kind)
-                yield _Trial(name, layer, given, device)
-
-
-def _faults(
-    layered: LayeredModel,
-    stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
-    words: Mapping[str, _Word],
-) -> Iterator[tuple[_Trial, _Word, str]]:
-    """Yield each layer whose gradients recomputation would change, its word, and the fault."""
-    for trial in _trials(layered, stages, words):
-        word = words[trial.name]
-        if fault := fault_of_recompute(trial.layer, *trial.given, word, trial.device):
-            yield trial, word, fault
-
-
-def _remedy(trial: _Trial, word: _Word) -> str:
+def _remedy(trial: Trial, word: RecomputeWord) -> str:
     if word == "always":
         return "use checkpoint='never', or name the layers to recompute in checkpoint="
     if word != "recompute" and not fault_of_recompute(trial.layer, *trial.given, "recompute", trial.device):
