@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.model.attributes import Attributes, attribute
+from pipesched.model.attributes import OF_ALL_MODULES, Attributes, attribute
 from pipesched.model.class_state import other_values
 from pipesched.model.state_guard import buffers_kept, same_bits, unchanged, untouched
 from pipesched.tensors.payload import pytree
@@ -14,7 +14,6 @@ from pipesched.tensors.torch_functions import version_of
 
 __all__ = ["FirstForward", "exchange_modules", "first_forward", "following_batch"]
 
-_OF_ALL_MODULES = vars(nn.Module()).keys()
 _OTHER_SEED = 1
 
 
@@ -114,7 +113,7 @@ def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     """Return the attributes and the buffers of a model's modules."""
     found: dict[tuple[nn.Module, str], Any] = {}
     for module in model.modules():
-        found.update({(module, name): value for name, value in vars(module).items() if name not in _OF_ALL_MODULES})
+        found.update({(module, name): value for name, value in vars(module).items() if name not in OF_ALL_MODULES})
         found.update({(module, name): value for name, value in module._buffers.items()})
     return found
 

@@ -18,7 +18,7 @@ from pipesched.capture.capture import Capture
 from pipesched.capture.first_forward import first_forward, following_batch
 from pipesched.capture.recorder import record
 from pipesched.errors import GraphError
-from pipesched.model.attributes import Attributes, BufferValue, attribute, set_attributes
+from pipesched.model.attributes import OF_ALL_MODULES, Attributes, BufferValue, attribute, set_attributes
 from pipesched.model.class_state import ClassState, changed_classes, class_state, set_class_state
 from pipesched.model.state_guard import names_of, no_graph, untouched
 from pipesched.model.tensor_places import changes_made_buffer, check_keeps_weights
@@ -29,7 +29,6 @@ __all__ = ["Recording", "recorded"]
 
 _NOTHING: Any = object()
 _FIRST_NESTED = iter([True])
-_OF_ALL_MODULES = vars(nn.Module()).keys()
 
 
 @dataclass(kw_only=True)
@@ -171,7 +170,7 @@ def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[Att
     known = {(module, name): getattr(module, name, _NOTHING) for module, name in first.changed}
     model(*args, **kwargs)
     for module, attributes in before.items():
-        for name in module.__dict__.keys() - _OF_ALL_MODULES:
+        for name in module.__dict__.keys() - OF_ALL_MODULES:
             if attributes.get(name) is None:
                 known.setdefault(
                     (module, name), getattr(type(module), name, _NOTHING) if name not in attributes else None

@@ -5,7 +5,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "BufferValue", "attribute", "set_attributes"]
+__all__ = ["OF_ALL_MODULES", "Attributes", "BufferValue", "attribute", "set_attributes"]
+
+#: The names of the attributes that every module has.
+OF_ALL_MODULES = vars(nn.Module()).keys()
 
 #: (module, name of an attribute or buffer) -> its value; see ``attribute``
 Attributes = Mapping[tuple[nn.Module, str], Any]

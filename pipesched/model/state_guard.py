@@ -81,7 +81,7 @@ def attributes_of(kind: type) -> dict[str, Any]:
 #: The most frequent types that hold no other objects. A lookup is faster than isinstance, which torch overrides.
 _PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size])
 _FUNCTIONS = types.FunctionType, types.MethodType, partial
-_HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
+_HOLDERS = (nn.Module, tuple, *GROWING, Tensor, torch.Generator)
 
 
 def _parts(one: Any) -> Iterable[Any]:

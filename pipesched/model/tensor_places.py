@@ -91,8 +91,9 @@ def _joined(*parts: str) -> str:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield (id(module), name), tensor
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield (id(module), name), tensor
 
 
 def makes_weights(who: str, what: str) -> GraphError:

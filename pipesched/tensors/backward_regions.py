@@ -33,6 +33,7 @@ class RegionFinder:
 
     def __init__(self) -> None:
         self._forwards: dict[CodeType, list[Callable[..., Any]]] = {}
+        self._known: dict[type[Function], Callable[..., Any]] = {}  # the forward of each class when it was collected
         self._seen: set[CodeType] = set()  # code that ran when the forwards were collected, or earlier
         self._num_kinds = 0
 
@@ -58,10 +59,12 @@ class RegionFinder:
             return
         self._seen |= running
         self._num_kinds = num_kinds
-        self._forwards = {}
         for kind in _kinds(Function):
-            for function in _unwrapped(kind.forward):
-                self._forwards.setdefault(function.__code__, []).append(function)
+            forward = getattr(kind.forward, "__func__", kind.forward)
+            if self._known.get(kind) is not forward:
+                self._known[kind] = forward
+                for function in _unwrapped(forward):
+                    self._forwards.setdefault(function.__code__, []).append(function)
 
 
 def _kinds(kind: type[Function]) -> Iterator[type[Function]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from pipesched.model.attributes import OF_ALL_MODULES
 from pipesched.model.state_guard import GROWING
 
 __all__ = ["AttributeChanges", "AttributeValues", "with_values"]
@@ -16,7 +17,6 @@ __all__ = ["AttributeChanges", "AttributeValues", "with_values"]
 AttributeValues = Mapping[tuple[nn.Module, str], Any]
 
 _MISSING: Any = object()
-_OF_ALL_MODULES = vars(nn.Module()).keys()
 
 
 class AttributeChanges:
@@ -45,7 +45,7 @@ class AttributeChanges:
 
     def _all(self) -> list[tuple[nn.Module, str]]:
         modules = dict.fromkeys(part for root in self._roots for part in root.modules())
-        return [(module, name) for module in modules for name in vars(module).keys() - _OF_ALL_MODULES]
+        return [(module, name) for module in modules for name in vars(module).keys() - OF_ALL_MODULES]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError, GraphError
+from pipesched.model.attributes import OF_ALL_MODULES
 from pipesched.model.module_tree import hooks_of
 from pipesched.tensors.exchange import Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import put_on
@@ -29,7 +30,7 @@ from pipesched.tensors.tensor_attributes import with_attributes_of
 __all__ = ["WeightCopies"]
 
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.device)  # such as training, and the p of a Dropout
-_OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}
+_NOT_COPIED = OF_ALL_MODULES - {"training"}
 _Tensors = list[Tensor | None]
 
 
@@ -65,7 +66,7 @@ class _WeightCopy:
             for name, value in vars(theirs).items():
                 if isinstance(value, _SETTINGS):
                     vars(mine)[name] = value
-                elif name not in _OF_ALL_MODULES and _is_setting(value):
+                elif name not in _NOT_COPIED and _is_setting(value):
                     vars(mine)[name] = copy.deepcopy(value)
         values = iter(state)
         for theirs, mine in self._pairs("named_buffers"):
