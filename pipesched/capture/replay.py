@@ -23,6 +23,7 @@ from pipesched.model.collected_outputs import Collecting, collect, more_given
 from pipesched.model.containers import Shells
 from pipesched.model.tied_weights import Place, with_stand_ins
 from pipesched.tensors.added_losses import added_loss
+from pipesched.tensors.backward_regions import RegionFinder
 from pipesched.tensors.function_transforms import running_transform, tensors_of, title
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import look_of, without_values
@@ -409,7 +410,12 @@ class Run(TorchFunctionMode):
         return taken
 
     def _replaced(self, tensor: Tensor) -> Tensor:
-        return self._instead.get(id(tensor), tensor)
+        found = self._instead.get(id(tensor), tensor)
+        hides_graph = self._grad and found.requires_grad and not tensor.requires_grad
+        if hides_graph and RegionFinder().outermost() is not None:  # the region got an input without a gradient
+            self._error = replay_errors.loses_graph(self._calls[self._position :])
+            raise self._error
+        return found
 
     def _stand_ins(self, call: Call) -> dict[Tensor, Tensor]:
         """Return the tensors that replace the weights that a call uses."""

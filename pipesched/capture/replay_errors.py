@@ -18,6 +18,7 @@ __all__ = [
     "cannot_be_made",
     "changed_attribute",
     "fails_on_stand_ins",
+    "loses_graph",
     "note",
     "other_calls",
     "other_calls_again",
@@ -66,6 +67,20 @@ def changed_attribute(layer: str, attribute: str) -> GraphError:
         f"code between layers may read only attributes of layers that their forwards do not change, because other "
         f"stages run this code at other times; the forward of layer {layer!r} changes its attribute {attribute!r}, and "
         f"code between layers reads it; let the layer return the value"
+    )
+
+
+def loses_graph(calls: Sequence[Call]) -> GraphError:
+    """Return the error of code with a backward of its own that gets the result of another stage's autograd.Function.
+
+    ``calls`` begins with the first call inside this code.
+    """
+    call = next((one for one in calls if one.layer), calls[0])
+    return GraphError(
+        f"a stage must not begin between an autograd.Function and another one, or torch.utils.checkpoint, because "
+        f"the latter would get its input without a gradient (torch.utils.checkpoint with use_reentrant=True is an "
+        f"autograd.Function, too); the stage begins right before the one that calls {call}; pass "
+        f"use_reentrant=False to torch.utils.checkpoint, or choose another cut with boundaries= or together="
     )
 
 

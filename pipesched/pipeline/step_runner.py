@@ -388,7 +388,7 @@ class StepRunner:
         if stream is not None and (stream.caller, stream.segments) != (caller, segments):
             running.flush()
         if stream is None or not stream.open:
-            step_data = StepData(running.seed, running.step, [])
+            step_data = StepData(running.seed, running.step, [], values=call.batch.values)
             stages = running.assembly.stages
             kind = call.method, self._model.training
             stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append, self.metrics, kind)

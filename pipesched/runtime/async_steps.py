@@ -41,7 +41,7 @@ class Stream:
         host: the RankHost that runs the ranks.
         segments: splits the program's orders into parts: one part for each step, and one for the flush.
         stages: the stages of this process.
-        step_data: an empty StepData with the number of the first step.
+        step_data: a StepData with the number of the first step, without inputs.
         caller: the settings of the calling thread, such as autocast.
         finished: called with the timeline of each part after all ranks of this process have run the part.
         metrics: receives the losses that layers add.
@@ -84,7 +84,7 @@ class Stream:
         self._busy = threading.Lock()
         step_data.inputs, step_data.targets, step_data.factors, step_data.metrics, step_data.paths = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
-        self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller)
+        self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller, values=step_data.values)
         self.open = True
 
     def step(self, batch: Batch, weighting: Weighting, measure: Metrics | None = None) -> Tensor:

@@ -113,8 +113,11 @@ class Executor(Protocol):
     def caller(self, *, grad: bool) -> Caller:
         """Return the calling thread's settings, such as autocast, with the grad mode set to ``grad``."""
 
-    def begin(self, run_spec: RunSpec, caller: Caller) -> SegmentedRun:
-        """Begin a run that receives the actions of each rank in parts. No other run may start before ``end``."""
+    def begin(self, run_spec: RunSpec, caller: Caller, *, values: bytes = b"") -> SegmentedRun:
+        """Begin a run that receives the actions of each rank in parts. No other run may start before ``end``.
+
+        ``values`` is a digest of the values of the first batch, which all ranks must have; b"" if it is not compared.
+        """
 
     def end(self, run: Any) -> None:
         """End a run that ``begin`` returned."""

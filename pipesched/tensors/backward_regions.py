@@ -48,7 +48,7 @@ class RegionFinder:
         for frame in reversed(frames):
             if any(_runs(frame, function) for function in self._forwards.get(frame.f_code, ())):
                 return Region(frame, True)
-            if frame.f_globals.get("__name__") == checkpoint.__name__:
+            if _is_checkpoint(frame):
                 return Region(frame, False)
         return None
 
@@ -65,6 +65,12 @@ class RegionFinder:
                 self._known[kind] = forward
                 for function in _unwrapped(forward):
                     self._forwards.setdefault(function.__code__, []).append(function)
+
+
+def _is_checkpoint(frame: FrameType) -> bool:
+    """Return whether a frame recomputes what it calls. ``checkpoint_sequential`` calls its last segment itself."""
+    is_torchs = frame.f_globals.get("__name__") == checkpoint.__name__
+    return is_torchs and not frame.f_code.co_qualname.startswith(checkpoint.checkpoint_sequential.__qualname__)
 
 
 def _kinds(kind: type[Function]) -> Iterator[type[Function]]:

@@ -1,10 +1,13 @@
 """Modules that are never cut: recognised by their code, or named with whole_layers=."""
 
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from pipesched import Pipeline, graph_of, profile, tune
 from pipesched.errors import ExecutionError, GraphError, InputError
@@ -171,3 +174,89 @@ def test_layers_in_a_row_may_be_kept_whole() -> None:
 def test_what_is_no_whole_layer_says_so(given: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Pipeline(Sparse(2), FLOATS, devices=["cpu"] * 2, loss_fn=square, whole_layers=given)
+
+
+class Segments(nn.Module):
+    """Calls torch's checkpoint_sequential, which recomputes all segments but the last."""
+
+    def __init__(self, segments: int, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.segments, self.use_reentrant = segments, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint_sequential(self.layers, self.segments, self.first(x), use_reentrant=self.use_reentrant)
+        made: Tensor = self.last(x)
+        return made
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("segments", "names"),
+    [
+        (1, ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        (2, ["layers.0", "layers.2", "layers.3"]),
+        (4, ["layers.0", "layers.1", "layers.2", "layers.3"]),
+    ],
+)
+def test_only_a_recomputed_segment_of_checkpoint_sequential_is_not_cut(
+    segments: int, names: list[str], use_reentrant: bool
+) -> None:
+    make = functools.partial(Segments, segments, use_reentrant)
+    assert list(graph_of(make(), FLOATS[:4], measured=False)) == ["first", *names, "last"]
+    between = {"layers.1", "layers.2"} if use_reentrant and segments == 4 else set()
+    for boundary in names:
+        if boundary in between:
+            with pytest.raises(GraphError, match=f"right before the one that calls {boundary}; pass use_reentr"):
+                check(make, FLOATS, stages=2, boundaries=[boundary], schedules=["1f1b"])
+        else:
+            check(make, FLOATS, stages=2, boundaries=[boundary], schedules=["1f1b"])
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds in the forward, and lets the gradient pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Loop(nn.Module):
+    """Recomputes each layer; ``between`` is applied to the results, outside of torch's checkpoint."""
+
+    def __init__(self, between: Any, use_reentrant: bool = True) -> None:
+        super().__init__()
+        self.layers, self.between = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), between
+        self.first, self.last, self.use_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = self.between(checkpoint(layer, x, use_reentrant=self.use_reentrant))
+        made: Tensor = self.last(x)
+        return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("boundary", ["layers.0", "layers.1", "layers.2", "layers.3", "last"])
+@pytest.mark.parametrize("between", ["nothing", "product", "Function"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_stage_between_two_functions_is_right_or_refused(
+    between: str, boundary: str, use_reentrant: bool, schedule: str
+) -> None:
+    """The result of another stage's Function has no gradient for torch if no input of this Function has one."""
+    functions = {"nothing": lambda x: x, "product": lambda x: x * 2, "Function": Rounded.apply}
+    inside = boundary.startswith("layers.") and boundary != "layers.0"
+    refused = inside and (between == "Function" or (use_reentrant and between == "nothing"))
+    make = functools.partial(Loop, functions[between], use_reentrant)
+    with (
+        pytest.raises(GraphError, match=r"must not begin between an autograd\.Function and another one")
+        if refused
+        else nullcontext()
+    ):
+        check(make, FLOATS, stages=2, boundaries=[boundary], schedules=[schedule])

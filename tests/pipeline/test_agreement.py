@@ -56,6 +56,15 @@ def test_another_batch_of_the_same_form_is_refused(ranks: Ranks, change: str, me
         assert "has other values than" in text
 
 
+@pytest.mark.parametrize("when", ["first", "after a flush", "never"])
+def test_asynchronous_steps_compare_the_first_batch(ranks: Ranks, when: str) -> None:
+    """Also that of the first step after a flush. Steps in between do not wait for other ranks."""
+    results = ranks.run(3, jobs.streams_other_values, when)
+    assert len({loss for loss, _ in results}) == 1
+    for _, text in results:
+        assert ("all ranks of a pipeline must pass the same batch" in text) == (when != "never")
+
+
 @pytest.mark.parametrize("inputs", ["all", "first"])
 def test_ranks_that_pass_the_same_batch_or_none_go_on(ranks: Ranks, inputs: str) -> None:
     results = ranks.run(3, jobs.passes_other_values, "nothing" if inputs == "all" else "values", "step", inputs)

@@ -6,7 +6,7 @@ import time
 import torch
 from torch import nn
 
-from pipesched import Pipeline
+from pipesched import Pipeline, graph_of
 from tests.support.peer_cases import (
     assert_equal_bits,
     grads,
@@ -40,7 +40,8 @@ def test_balancing_runs_every_layer_on_what_the_one_before_it_gives():
             return x.flatten(1)
 
     model = nn.Sequential(nn.Conv2d(3, 2, 1), Flatten(), nn.Linear(128, 10))
-    with Pipeline(model, torch.rand(1, 3, 8, 8), devices=["cpu"] * 2, schedule="1f1b") as pipe:
+    options = {"loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * 2, "schedule": "1f1b"}
+    with Pipeline(model, torch.rand(1, 3, 8, 8), **options) as pipe:
         assert pipe.num_stages == 2
     assert set(shapes) == {(1, 2, 8, 8)}
 
@@ -92,6 +93,6 @@ def test_profiling_runs_in_training_mode():
             return x
 
     model = nn.Sequential(*(Note() for _ in range(4))).eval()
-    with Pipeline(model, rows(2), devices=["cpu"] * 2, schedule="1f1b"):
-        assert modes == {True}
+    graph_of(model, rows(2))
+    assert modes == {True}
     assert not any(module.training for module in model.modules())

@@ -217,9 +217,10 @@ class ProcessExecutor:
         """Return the inference mode and the autocast settings of this thread, with ``grad`` as the grad mode."""
         return Caller.here({self.device.type}, grad=grad)
 
-    def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
+    def begin(self, run_spec: RunSpec, caller: Caller, *, values: bytes = b"") -> RankRun:
         """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
+        ``values`` is a digest of the values of the first batch, which all ranks must have. Default: not compared.
         Raises the same errors as ``run``.
         """
         with self._one_at_a_time("the start of asynchronous steps"):
@@ -227,9 +228,8 @@ class ProcessExecutor:
             wire = self._open_wire()
             channels = OrderMessages(program, self._own_order(program.orders), self.grid.pipeline).none
             try:
-                wire.open(
-                    channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps) + digest(b"")
-                )
+                step = digest(b"%d" % self._steps)
+                wire.open(channels, self._agreed(program) + digest(b"stream") + step + digest(values))
                 self._steps += 1
                 run_spec.prepare(caller)
             except BaseException as error:

@@ -341,11 +341,13 @@ class ThreadExecutor:
         check_modes()
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
+    def begin(
+        self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None, *, values: bytes = b""
+    ) -> ThreadRun:
         """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
         Raises the same errors as ``run``. ``bound`` is the program, already bound to its stages. Default: ``begin``
-        binds the program.
+        binds the program. ``values`` is not used, because all ranks get one batch.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):

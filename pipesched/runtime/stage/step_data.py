@@ -46,6 +46,8 @@ class StepData:
     #: The tensors that layers make in this step, for checks of a user's loss function. Default: None (not recorded).
     layer_values: LayerValues | None = None
     keep_outputs: bool = False
+    #: A digest of the values of a stream's first batch, which all ranks must have; b"" if they are not compared.
+    values: bytes = b""
     #: Makes the autocast settings of an asynchronous call's thread. Default: None (the settings of this thread).
     autocast: Callable[[], AbstractContextManager[None]] | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)

@@ -4,6 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,6 +173,27 @@ def passes_other_values(group: Any, change: str, method: str, inputs: Any) -> tu
             x = (X + 1).T.contiguous().T
         try:
             float(getattr(pipe, method)(**({"x": x, "scale": scale, "target": target} if passes else {})))
+        except ExecutionError as error:
+            return loss, str(error)
+        return loss, ""
+
+
+def streams_other_values(group: Any, when: str) -> tuple[float, str]:
+    """Run steps of an asynchronous schedule. In one of them, the last rank passes other values of the same form.
+
+    Returns the last loss before this step, and the error.
+    """
+    odd = group.rank() == group.size() - 1
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with made(group, model(), schedule="pipedream", optimizer=optimizer) as pipe:
+        loss = 0.0
+        if when == "after a flush":
+            for _ in range(3):
+                pipe.step(X, target=Y)
+            loss = float(pipe.flush())
+        try:
+            pipe.step(X + 1 if odd and when != "never" else X, target=Y)
+            pipe.flush()
         except ExecutionError as error:
             return loss, str(error)
         return loss, ""
