@@ -28,6 +28,7 @@ from pipesched.simulation.simulator import simulate, simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
+from pipesched.whole_files import write_whole
 
 __all__ = ["Plan", "Tie", "searched_before"]
 
@@ -316,7 +317,7 @@ class Plan:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a JSON file."""
-        as_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(as_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Plan":

@@ -18,6 +18,7 @@ from pathlib import Path
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, MissingCheckpointError
 from pipesched.saving.manifest import MANIFEST, Manifest
 from pipesched.units import counted
+from pipesched.whole_files import TEMPORARY, write_whole
 
 __all__ = [
     "check_no_weights",
@@ -28,12 +29,10 @@ __all__ = [
     "new_data_folder",
     "remove_checkpoint",
     "sync_folder",
-    "write_whole",
 ]
 
 _STEP = re.compile(r"step-(\d{8,})")
 _DATA = re.compile(r"data-[0-9a-f]{16}")
-_TEMPORARY = ".tmp"
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp")  # suffixes of other programs' files
 
 
@@ -119,24 +118,9 @@ def _remove_leftovers(folder: Path) -> None:
     for entry in os.listdir(folder):
         if _DATA.fullmatch(entry) and entry != used:
             shutil.rmtree(folder / entry, ignore_errors=True)
-        elif entry.startswith(MANIFEST) and entry.endswith(_TEMPORARY):
+        elif entry.startswith(MANIFEST) and entry.endswith(TEMPORARY):
             with suppress(OSError):
                 (folder / entry).unlink()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk, and rename it. Readers never see a partial file."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def sync_folder(folder: Path) -> None:

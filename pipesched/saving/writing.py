@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from pipesched.errors import CheckpointError, MissingCheckpointError
-from pipesched.saving.folders import commit, keep_newest, new_data_folder, write_whole
+from pipesched.saving.folders import commit, keep_newest, new_data_folder
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
 from pipesched.saving.saved_run import Part, merged_entries
 from pipesched.saving.tensor_files import sharding_info, write_tensors
 from pipesched.units import counted, quote_bytes
+from pipesched.whole_files import write_whole
 
 __all__ = ["Target", "begin", "check_shared", "explained", "write"]
 
@@ -102,8 +103,8 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
         _report(target, error)
         if target.process:
             raise
-        with suppress(CheckpointError):
-            _parts(target, hurry)
+        with suppress(CheckpointError):  # a full disk may have no room for this process's own report
+            _parts(target, hurry, others_only=True)
         shutil.rmtree(target.data_folder, ignore_errors=True)
         raise
     if target.process == 0:
@@ -159,14 +160,16 @@ def _report(target: Target, error: CheckpointError) -> None:
         write_whole(target.data_folder / f"{name}.failed", str(error).encode())
 
 
-def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
+def _parts(target: Target, hurry: Event, *, others_only: bool = False) -> dict[str, tuple[FileEntry, Any]]:
     """Wait for the value files of all writers, and return the files' entries and contents, keyed by file name.
+
+    With ``others_only``, does not wait for the file of this process.
 
     Raises CheckpointError if a process failed, or if no process has written anything for too long.
     """
     found: dict[str, tuple[FileEntry, Any]] = {}
     failed: list[str] = []
-    waiting = {_name(process): process for process in target.writers}
+    waiting = {_name(process): process for process in target.writers if not others_only or process != target.process}
     pause_s = _FIRST_PAUSE_S
     progress: Any = None
     since_s = time.monotonic()

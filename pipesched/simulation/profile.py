@@ -22,6 +22,7 @@ from pipesched.simulation.size_fit import SizeFit
 from pipesched.simulation.size_interpolation import figure_at
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time
+from pipesched.whole_files import write_whole
 
 __all__ = ["Profile"]
 
@@ -204,7 +205,7 @@ class Profile:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile to a JSON file."""
-        as_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(as_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Profile":

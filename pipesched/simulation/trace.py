@@ -23,6 +23,7 @@ from pipesched.simulation.communication_time import CommunicationTime
 from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.links import plain
 from pipesched.units import counted, quote_time
+from pipesched.whole_files import write_whole
 
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
@@ -379,7 +380,7 @@ class Trace:
 
         Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives.
         """
-        as_path(path).write_text(chrome_json(self.chrome_events()))
+        write_whole(as_path(path), chrome_json(self.chrome_events()))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
         """Return the trace events that ``to_chrome`` writes.

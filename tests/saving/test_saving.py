@@ -4,9 +4,11 @@ import gc
 import json
 import re
 import shutil
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -186,18 +188,26 @@ def test_over_a_mesh_every_rank_is_told_of_a_file_of_weights(ranks: Ranks, tmp_p
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("functions", [["write_tensors"], ["write_whole"], ["write_tensors", "write_whole"]])
 def test_a_full_disk_leaves_the_checkpoint_and_says_so(
-    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asynchronous: bool, functions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if there is no room for the report that the save failed. Nothing waits for that report."""
+
     def full(path: Path, *args: Any) -> None:
         path.write_bytes(b"some of it")
         raise OSError(28, "No space left on device", str(path))
 
+    def waits(seconds: float) -> None:
+        raise AssertionError(f"waits for {seconds} s")
+
     with piped() as pipe:
         pipe.save(tmp_path)
         pipe.step(X, target=Y)
-        monkeypatch.setattr(writing, "write_tensors", full)
-        match = r"part-00000.safetensors failed \(No space left on device, .* free\); .* intact; free space, or pass"
+        for function in functions:
+            monkeypatch.setattr(writing, function, full)
+        monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waits))
+        match = r"part-00000\.\w+ failed \(No space left on device, .* free\); .* intact; free space, or pass"
         if asynchronous:
             pipe.save(tmp_path, asynchronous=True)
         with pytest.raises(CheckpointError, match=match):

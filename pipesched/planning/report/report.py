@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from pipesched.viz.page import html_page
 from pipesched.viz.sheet import Candidate, plot_report
 from pipesched.viz.tables import KeyFigure, Table, rich_table, text_table
 from pipesched.viz.text import text_timeline
+from pipesched.whole_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,9 +141,11 @@ class Report:
         """
         path = as_path(path)
         if path.suffix in _PICTURES:
-            self.figure().savefig(path)
+            picture = BytesIO()
+            self.figure().savefig(picture, format=path.suffix.removeprefix("."))
+            write_whole(path, picture.getvalue())
         elif path.suffix in _TEXTS:
-            path.write_text(_TEXTS[path.suffix](self), encoding="utf-8")
+            write_whole(path, _TEXTS[path.suffix](self))
         else:
             suffixes = ", ".join([*_TEXTS, *_PICTURES])
             raise InputError(f"a report can only be saved as {suffixes}; got {path.name!r}; use one of these suffixes")
