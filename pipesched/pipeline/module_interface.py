@@ -112,6 +112,9 @@ class ModuleInterface:
         """Return whether this process trains the parameter or buffer of this name."""
         return True
 
+    def _check_idle(self, method: str) -> None:
+        """Raise InputError if a step is running. ``method`` is the name of the method that changes weights."""
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
@@ -167,6 +170,7 @@ class ModuleInterface:
         Raises:
             ArgumentError: the state is not a dict.
             RuntimeError: keys or shapes do not match the model (torch's own error).
+            InputError: a step is running.
 
         """
         check_type(
@@ -175,6 +179,7 @@ class ModuleInterface:
             "a state must be a dict of tensors, keyed by name",
             "pass the tensors, such as torch.load(path), or load a checkpoint with pipe.load(path)",
         )
+        self._check_idle("load_state_dict")
         with self._whole_weights("load_state_dict"):
             self._load_state(state, strict)
 
@@ -221,6 +226,7 @@ class ModuleInterface:
 
         Raises:
             TypeError: a device is given. The plan places the stages, so pass devices= to a new Pipeline instead.
+            InputError: a step is running.
 
         """
         for value in (*args, *kwargs.values()):
@@ -230,6 +236,7 @@ class ModuleInterface:
                     f"to() may only change the dtype, because a pipeline's stages stay on their devices; got {got}; "
                     f"leave the call out, or make a new Pipeline with other devices="
                 )
+        self._check_idle("to")
         with self._whole_weights("to"):
             for module in self._modules().values():
                 module.to(*args, **kwargs)

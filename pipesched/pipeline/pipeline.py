@@ -598,7 +598,8 @@ class Pipeline(SavingInterface):
             if there are no gradients.
 
         Raises:
-            InputError: an argument is wrong or differs between ranks, or ``step`` itself updates the weights.
+            InputError: an argument is wrong or differs between ranks, a step is running, or ``step`` itself updates the
+                weights.
             ExecutionError: the norm is not finite, and ``error_if_nonfinite`` is set; gradients are unchanged.
 
         """
@@ -610,6 +611,7 @@ class Pipeline(SavingInterface):
                 f"(num_microbatches={running.assembly.programs.num_microbatches}); choose a synchronous schedule, such "
                 f"as 1f1b"
             )
+        running.check_idle("clip_grad_norm_")
         running.host.enter("clip_grad_norm_")
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
@@ -945,6 +947,10 @@ class Pipeline(SavingInterface):
         """Return whether this process trains the parameter or buffer of this name. Always True without a mesh."""
         host = self._running.host
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
+
+    def _check_idle(self, method: str) -> None:
+        """Raise InputError if a step is running. ``method`` is the name of the method that changes weights."""
+        self._running.check_idle(method)
 
     def _is_divided(self) -> bool:
         """Return whether other processes train other parameters of the model."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipesched.capture.layered_model import LayeredModel
+from pipesched.errors import InputError
 from pipesched.model.class_names import class_names
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly
@@ -57,6 +58,17 @@ class RunningPlan:
     def flush(self) -> Tensor | None:
         """Finish the steps that are under way. Returns the loss of the last step, or None if no step is under way."""
         return self.stream.flush() if self.stream is not None and self.stream.open else None
+
+    def check_idle(self, method: str) -> None:
+        """Raise InputError if a step is running. ``method`` is the name of the method that changes weights."""
+        stream = self.stream
+        runs = self.host.executor if stream is None or not stream.open else stream
+        if runs.busy:
+            raise InputError(
+                f"{method}() must not be called while a step runs, because the step uses the weights and gradients "
+                f"that it changes; it was called by a layer, a hook or another thread; call it after the step has "
+                f"returned"
+            )
 
     def replace(self, *, host: RankHost, assembly: Assembly, splitter: Splitter) -> None:
         """Switch to another plan. The step count continues; the measured steps are discarded."""

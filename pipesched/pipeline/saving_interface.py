@@ -217,6 +217,7 @@ class SavingInterface(ModuleInterface):
 
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
         self._guard.check(changes=False)
+        self._check_idle("load")
         with self._whole_weights("load"):
             restored = load(self._live_run())
         self._guard.check(changes=True)

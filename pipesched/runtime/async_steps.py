@@ -140,6 +140,11 @@ class Stream:
             self._end()
 
     @property
+    def busy(self) -> bool:
+        """Whether a step or a flush is in progress."""
+        return self._busy.locked()
+
+    @property
     def versions(self) -> tuple[tuple[int, ...], ...]:
         """The weight versions used so far, as in ``Program.versions``; empty if early timelines have been discarded."""
         whole = self.num_parts == len(self.timelines)

@@ -122,6 +122,10 @@ class Executor(Protocol):
     def end(self, run: Any) -> None:
         """End a run that ``begin`` returned."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether a run is in progress."""
+
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError if the caller is inside a running step. The message names the called ``method``."""
 
@@ -142,7 +146,7 @@ class RankHost(Protocol):
     sums: ReplicaSums | None
     #: The number of replicas whose rows a batch contains: all if only rank 0 passes a batch, otherwise 1.
     replicas_per_batch: int
-    #: Whether all ranks of a replica pass the same batch, which they then compare.
+    #: Whether several ranks of a replica pass the same batch, which they then compare.
     compares_batches: bool
 
     @property
@@ -347,7 +351,7 @@ class MeshRanks:
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = self.all_devices = [device] * len(self.grid.pipeline)
         self._inputs = inputs
-        self.compares_batches = inputs == "all"
+        self.compares_batches = inputs == "all" and len(self.grid.pipeline) > 1
         self.reduction_order: ReductionOrder = reduction_order
         self.replicas_per_batch = len(self.grid.rows) if inputs == "first" else 1
         self._crossings = 0

@@ -22,7 +22,7 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.reference.reference_step import reference_step
 from pipesched.runtime.microbatches import GivenBatch
-from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.tensors.added_losses import collect_losses
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
@@ -292,7 +292,7 @@ class Checker:
     def _shared(self, given: GivenBatch) -> GivenBatch:
         """Return the batch in all processes, also if only rank 0 passes it. Collective under a mesh."""
         host = self._running.host
-        if isinstance(host, ThreadRanks) or host.compares_batches:
+        if not isinstance(host, MeshRanks) or not host.gets_first:
             return given
         return GivenBatch(*host.from_rank(0, lambda: tuple(given)))
 

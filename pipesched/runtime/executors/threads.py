@@ -341,6 +341,11 @@ class ThreadExecutor:
         check_modes()
         return Caller.here(self._device_types, grad=grad)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a run is in progress."""
+        return self._busy.locked()
+
     def begin(
         self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None, *, values: bytes = b""
     ) -> ThreadRun:
