@@ -310,7 +310,7 @@ def _unknown(why: str) -> str | None:
         f"each micro-batch must be weighted by the number of labels over which the model averages its own loss; this "
         f"number could not be determined: {why}; each micro-batch is weighted by its number of rows instead; pass "
         f"Numerics(loss_weight=...), or loss_reduction='sum' if the loss is a sum; if the loss is a mean over rows, "
-        f"ignore this warning"
+        f"ignore this warning; pipe.check(...) compares the gradients with those of the whole batch"
     )
     return None
 

@@ -179,7 +179,8 @@ def _unclear(reading: Unclear) -> InputError:
         f"loss_fn must return a mean or a sum over the rows of a micro-batch, because the losses of micro-batches are "
         f"added; its result comes from {reading.maker}, from which the weight of a micro-batch does not follow; pass "
         f"numerics=Numerics(loss_reduction='sum') if it is a sum over rows, loss_reduction='mean' if it is a mean over "
-        f"rows, or loss_weight=..., a function that returns the number by which it divides ({_PAGE})"
+        f"rows, or loss_weight=..., a function that returns the number by which it divides ({_PAGE}); then "
+        f"pipe.check(...) shows whether the gradients are those of the whole batch"
     )
 
 

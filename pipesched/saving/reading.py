@@ -80,15 +80,17 @@ class OpenCheckpoint:
         return self._manifest.text()
 
     def check_files_of(self, needed: Mapping[str, Rows | None]) -> None:
-        """Check the hashes of the files that hold the needed tensors.
+        """Check the hashes of the files that hold the needed tensors, and that the files have these tensors.
 
         ``needed`` maps each tensor's key to the needed rows; None means all rows. Raises DamagedCheckpointError if a
-        hash differs.
+        hash differs, or if a tensor is missing.
         """
         entries = self._manifest.tensors
-        files = {chunk.file for key, rows in needed.items() for chunk, _ in entries[key].pieces(rows)}
-        for name in sorted(files):
+        pieces = [(key, chunk) for key, rows in needed.items() for chunk, _ in entries[key].pieces(rows)]
+        for name in sorted({chunk.file for _, chunk in pieces}):
             self._files[name] = TensorFile(self._manifest.check(self._folder, name))
+        for key, chunk in pieces:
+            self._files[chunk.file].check(key, dtype_of(entries[key].dtype), chunk.sizes)
 
     def _read(self, key: str, rows: Rows | None = None) -> Tensor:
         entry = self._manifest.tensors[key]

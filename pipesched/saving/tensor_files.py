@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from struct import Struct
+from struct import Struct, error
 from typing import Any
 
 import torch
@@ -178,11 +178,31 @@ class TensorFile:
                     raise ValueError(f"a header of {length} bytes")  # noqa: TRY301
                 self._start = _LENGTH.size + length
                 self._header: dict[str, Any] = json.loads(file.read(length))
-        except (OSError, ValueError, KeyError) as error:
+            self._size = path.stat().st_size
+            if not isinstance(self._header, dict):
+                raise TypeError("it is no JSON object")  # noqa: TRY301
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, error) as wrong:
             raise DamagedCheckpointError(
-                f"a safetensors file must begin with a valid header; the header of {path} cannot be read ({error}); "
+                f"a safetensors file must begin with a valid header; the header of {path} cannot be read ({wrong}); "
                 f"load another checkpoint"
-            ) from error
+            ) from wrong
+
+    def check(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the place in the file at which a tensor begins.
+
+        Raises DamagedCheckpointError if the file has no tensor of this key, dtype and shape.
+        """
+        entry = self._header.get(key)
+        offsets: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
+        size = math.prod(shape) * dtype.itemsize
+        is_pair = isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)
+        is_inside = is_pair and offsets[0] >= 0 and self._start + offsets[1] <= self._size
+        if is_inside and offsets[1] - offsets[0] == size:
+            return int(self._start + offsets[0])
+        raise DamagedCheckpointError(
+            f"a checkpoint must hold every tensor that its manifest lists; {self._path} does not have tensor "
+            f"{key!r} of {size:,} bytes; load another checkpoint"
+        )
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], rows: Rows | None = None) -> Tensor:
         """Read a tensor, or some of its rows, into CPU memory.
@@ -197,21 +217,15 @@ class TensorFile:
             DamagedCheckpointError: the file has no such tensor, or is truncated.
 
         """
-        begin, end = self._header.get(key, {}).get("data_offsets", (0, -1))
-        size = math.prod(shape) * dtype.itemsize
-        if end - begin != size:
-            raise DamagedCheckpointError(
-                f"a checkpoint must hold every tensor that its manifest lists; {self._path} does not have tensor "
-                f"{key!r} of {size:,} bytes; load another checkpoint"
-            )
+        begin = self.check(key, dtype, shape)
         if rows is not None:
-            begin += size // shape[0] * rows.start
+            begin += math.prod(shape[1:]) * dtype.itemsize * rows.start
             shape = (rows.end - rows.start, *shape[1:])
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.numel():
             view = _memory(tensor)
             with self._path.open("rb", buffering=0) as file:
-                file.seek(self._start + begin)
+                file.seek(begin)
                 while view:
                     count = file.readinto(view)
                     if not count:

@@ -2,15 +2,19 @@
 
 import hashlib
 import json
+import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from pipesched import Pipeline
 from pipesched.errors import CheckpointError, DamagedCheckpointError
 from pipesched.saving import writing
 from pipesched.saving.manifest import Manifest, dumped
@@ -107,3 +111,58 @@ def test_a_process_that_exits_finishes_its_save(tmp_path: Path) -> None:
     process.join(60)
     assert process.exitcode == 0
     assert Manifest.read(tmp_path).step == 0
+
+
+# ---- headers of tensor files -----------------------------------------------------------------------------------------
+
+
+def signed_again(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the header of the tensor file, and sign the file and the manifest again."""
+    manifest, file = json.loads((folder / "manifest.json").read_text()), next(folder.glob("data-*/*.safetensors"))
+    data = file.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:end])
+    text = json.dumps(change(header) or header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
+    manifest["files"][file.name] = {
+        "bytes": file.stat().st_size,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
+    del manifest["digest"]
+    manifest["digest"] = hashlib.sha256(dumped(manifest)).hexdigest()
+    (folder / "manifest.json").write_bytes(dumped(manifest))
+
+
+LAST = "parameter/3.weight"
+HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a shorter tensor": lambda header: header[LAST]["data_offsets"].__setitem__(1, 0),
+    "a tensor beyond the file": lambda header: header[LAST].update(
+        data_offsets=[offset + 10**6 for offset in header[LAST]["data_offsets"]]
+    ),
+    "a tensor before the file": lambda header: header[LAST].update(
+        data_offsets=[offset - 10**6 for offset in header[LAST]["data_offsets"]]
+    ),
+    "no tensor": lambda header: {key: value for key, value in header.items() if key != LAST},
+    "a tensor that is no object": lambda header: header.update({LAST: [1, 2]}),
+    "offsets that are no pair": lambda header: header[LAST].update(data_offsets=[0]),
+    "offsets that are text": lambda header: header[LAST].update(data_offsets=["0", "4"]),
+    "offsets that are no list": lambda header: header[LAST].update(data_offsets=7),
+    "a header that is a list": lambda header: [1, 2],
+    "a header that is a number": lambda header: 5,
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_is_wrong_is_refused_before_any_weight_changes(name: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    x = torch.randn(4, 4)
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * 2, "schedule": "1f1b"}
+    with Pipeline(model, x, boundaries=[2], **options) as pipe:
+        pipe.step(x, target=x)
+        pipe.save(tmp_path)
+        signed_again(tmp_path, HEADERS[name])
+        for parameter in model.parameters():
+            parameter.data.fill_(7.0)
+        with pytest.raises(DamagedCheckpointError, match=r"safetensors"):
+            pipe.load(tmp_path)
+        assert all(bool((parameter == 7).all()) for parameter in model.parameters())

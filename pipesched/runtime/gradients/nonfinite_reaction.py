@@ -75,7 +75,7 @@ class NonfiniteReaction:
         happened = "no update was made" if check.verdict.skips else "the step's gradients are not finite"
         text = (
             f"the loss and the gradients of a step must be finite; in step {check.step}, {first}; {happened}; check "
-            f"the batch, or lower the learning rate"
+            f"the batch, or lower the learning rate; pipe.check(...) compares a step with plain PyTorch"
         )
         if rules.on_nonfinite == "raise":
             raise ExecutionError(text)
