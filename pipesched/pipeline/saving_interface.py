@@ -123,6 +123,7 @@ class SavingInterface(ModuleInterface):
             DamagedCheckpointError: a file is missing or has changed.
             CheckpointError: the checkpoint does not fit the pipeline (the error names the tensor or the setting), or
                 the path holds something else, such as a file of weights for `load_state_dict`.
+            InputError: a step is running.
 
         """
         return self._loaded(lambda run: self._saver.load(run, path, (optimizer, scheduler, extra)))
@@ -179,6 +180,7 @@ class SavingInterface(ModuleInterface):
 
         Raises:
             CheckpointError: the state does not fit the pipeline.
+            InputError: a step is running.
 
         """
         return self._loaded(lambda run: self._saver.load_training_state(run, state, (optimizer, scheduler, extra)))

@@ -163,11 +163,14 @@ class LayerRunner:
         self._mode = self._split_forward_mode if split else self._forward_mode
         layer_values = self._step_data.layer_values
         noting = None if layer_values is None else Noting(layer_values)
-        if noting is not None:
+        if noting is None:
+            with self._mode:
+                output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
+        else:
             call = noting.of_results(call)
-        inner = noting if self._compiled is None else None  # a compiled layer would be compiled for the mode
-        with self._mode, inner or _NO_CONTEXT:
-            output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
+            inner = noting if self._compiled is None else _NO_CONTEXT  # a compiled layer would be compiled for the mode
+            with self._mode, inner:
+                output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
         return output if self._head is None else self._loss(self._head, saved, output, noting.own if noting else None)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
@@ -254,20 +257,26 @@ class LayerRunner:
         if not edges:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
-        run = partial(torch.autograd.backward, edges, grads)
+        with self._mode:
+            if saved.written_buffers is None and self._statistics is None and self._weights is None:
+                torch.autograd.backward(edges, grads)
+            else:
+                self._backward_with_state(saved, partial(torch.autograd.backward, edges, grads))
+        if self._sharded is not None:
+            self._sharded.has_gradients = True
+        self._added.saved = None
+
+    def _backward_with_state(self, saved: MicrobatchState, run: Callable[[], None]) -> None:
+        """Run a backward with the weights and buffers of its forward, and without an effect on running statistics."""
         if self._statistics is not None:
             run = partial(self._statistics.kept, run)
         if self._weights is not None:
             run = partial(self._weights.during, saved.weights, run)
-        with self._mode:
-            if saved.written_buffers is None:
+        if saved.written_buffers is None:
+            run()
+        else:
+            with self._copies.as_left(saved.written_buffers):
                 run()
-            else:
-                with self._copies.as_left(saved.written_buffers):
-                    run()
-        if self._sharded is not None:
-            self._sharded.has_gradients = True
-        self._added.saved = None
 
     def weight_grad(self, products: Sequence[Product]) -> None:
         """Accumulate the weight gradients that the I has deferred to the W."""
