@@ -100,7 +100,8 @@ def main() -> None:
     this, other = measured([Path(__file__).parent.parent, arguments.other], chosen)
     found = ratio(list(this.values()), list(other.values()))
     print(machine())
-    print(f"{len(this)} of {len(chosen)} classes: this / other {found}, medians {found.first:.3f} and {found.second:.3f} s")
+    medians = f"medians {found.first:.3f} and {found.second:.3f} s"
+    print(f"{len(this)} of {len(chosen)} classes: this / other {found}, {medians}")
     slower = sorted(this, key=lambda name: this[name] / other[name])
     for name in (*slower[:3], *slower[-3:]):
         print(f"    {name:<50}{this[name] / other[name]:.2f}  {this[name]:.3f} s  {other[name]:.3f} s")
