@@ -122,6 +122,7 @@ class Replay:
         self.roots = capture.roots
         self.transforms = [call for call in capture.calls if call.transform]
         self.draws = capture.draws
+        self.regions = RegionFinder()
         self.wanted = {value for values in part.gives.values() for value in values}
         self.shells = Shells(model, layers, self._layer, called)
         #: layer -> the attributes of the layer that the code between layers reads
@@ -412,7 +413,7 @@ class Run(TorchFunctionMode):
     def _replaced(self, tensor: Tensor) -> Tensor:
         found = self._instead.get(id(tensor), tensor)
         hides_graph = self._grad and found.requires_grad and not tensor.requires_grad
-        if hides_graph and RegionFinder().outermost() is not None:  # the region got an input without a gradient
+        if hides_graph and self._replay.regions.outermost() is not None:  # the region got an input without a gradient
             self._error = replay_errors.loses_graph(self._calls[self._position :])
             raise self._error
         return found

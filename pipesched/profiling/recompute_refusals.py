@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import torch
@@ -11,15 +11,12 @@ from torch import nn
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import GraphError
 from pipesched.model.fingerprint import Behaviours, form_of
-from pipesched.program.checkpoint_options import LayerCheckpoint
-from pipesched.runtime.stage.recompute_trial import fault_of_recompute
+from pipesched.runtime.stage.recompute_trial import RecomputeWord, fault_of_recompute, faults_of_recompute
 from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["RecomputeWord", "Trial", "faults", "put_refusals", "trials"]
+__all__ = ["Trial", "faults", "put_refusals", "trials"]
 
-#: How a layer is recomputed. "always": with all layers of its stage.
-RecomputeWord = LayerCheckpoint | Literal["always"]
 #: The ways that a search may choose.
 _SEARCHED: tuple[RecomputeWord, ...] = ("recompute", "always")
 
@@ -89,10 +86,10 @@ def put_refusals(layered: LayeredModel, graphs: Iterable["nx.DiGraph[str]"]) -> 
         first = next(chain(layer.parameters(), layer.buffers()), torch.empty(0))
         on_device.setdefault(first.device, {})[name] = layer
     stages = [(layers, device) for device, layers in on_device.items()]
-    refused: dict[str, set[str]] = {}
-    for word in _SEARCHED:
-        faulty = faults(layered, stages, dict.fromkeys(modules, word))
-        refused[word] = {name for trial, *_ in faulty for name in trial.alike}
+    refused: dict[str, set[str]] = {word: set() for word in _SEARCHED}
+    for trial in trials(layered, stages, dict.fromkeys(modules)):
+        for word, fault in faults_of_recompute(trial.layer, *trial.given, _SEARCHED, trial.device).items():
+            refused[word].update(trial.alike if fault else ())
     refused["recompute"] |= set(layered.recomputed)
     found = {name: [word for word in _SEARCHED if calls[name] & refused[word]] for name in names}
     for name in names:

@@ -7,8 +7,8 @@ from torch import nn
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import GraphError
-from pipesched.profiling.recompute_refusals import RecomputeWord, Trial, faults, trials
-from pipesched.runtime.stage.recompute_trial import fault_of_recompute, keeps_state
+from pipesched.profiling.recompute_refusals import Trial, faults, trials
+from pipesched.runtime.stage.recompute_trial import RecomputeWord, fault_of_recompute, keeps_state
 
 __all__ = ["check_recomputed", "check_stateless", "faults_of_recomputed"]
 
@@ -20,7 +20,7 @@ def check_recomputed(
 ) -> None:
     """Raise GraphError if recomputation would change the gradients of a layer.
 
-    Of layers of one kind, that is of the same class, code, settings and shapes, only one is tried on each device.
+    Of layers of one kind (see `trials`), only one is tried on each device.
 
     Args:
         layered: the model.

@@ -5,7 +5,7 @@ place. No list of such layers would be complete. So each kind of layer that a pi
 with and without recomputation while the pipeline is being made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,10 @@ from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.strided_clone import strided_clone
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
-__all__ = ["fault_of_recompute", "keeps_state"]
+__all__ = ["RecomputeWord", "fault_of_recompute", "faults_of_recompute", "keeps_state"]
+
+#: How a layer is recomputed. "always": a stage with this layer runs again before its backward.
+RecomputeWord = LayerCheckpoint | Literal["always"]
 
 _CALL = "layer", 0
 #: Runs a layer with its arguments, under keyed random numbers.
@@ -36,32 +39,46 @@ def fault_of_recompute(
     layer: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    word: LayerCheckpoint | Literal["always"],
+    word: RecomputeWord,
     device: torch.device,
 ) -> str:
-    """Return why a layer must not be recomputed; "" if recomputation leaves its gradients as they are.
+    """Return why a layer must not be recomputed in one way. Arguments as for `faults_of_recompute`."""
+    return faults_of_recompute(layer, args, kwargs, [word], device)[word]
+
+
+def faults_of_recompute(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    words: Sequence[RecomputeWord],
+    device: torch.device,
+) -> dict[RecomputeWord, str]:
+    """Return why a layer must not be recomputed in each of several ways; "" if its gradients stay as they are.
 
     Args:
         layer: the user's module. Its state is the same afterwards.
         args: positional arguments of a call.
         kwargs: keyword arguments of the call.
-        word: "recompute" or "recompute-cheap"; "always" if a stage with this layer runs again before its backward.
+        words: the ways.
         device: the device of the layer.
 
     """
-    plain = partial(_run, layer)
-    again = partial(_run_twice, layer) if word == "always" else partial(_run_recomputed, layer, word)
     try:
-        first, second = (_results(layer, plain, args, kwargs, device) for _ in range(2))
+        first, second = (_results(layer, partial(_run, layer), args, kwargs, device) for _ in range(2))
     except Exception:  # a layer that fails on the sample fails in the first step, too, which says why
-        return ""
+        return dict.fromkeys(words, "")
     if not _equal(first, second):
-        return ""  # a layer whose results vary by themselves cannot be compared
-    try:
-        third = _results(layer, again, args, kwargs, device)
-    except Exception as error:
-        return f"its backward fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    return "" if _equal(first, third) else "it has other gradients, or another output in the next forward,"
+        return dict.fromkeys(words, "")  # a layer whose results vary by themselves cannot be compared
+
+    def fault(word: RecomputeWord) -> str:
+        again = partial(_run_twice, layer) if word == "always" else partial(_run_recomputed, layer, word)
+        try:
+            third = _results(layer, again, args, kwargs, device)
+        except Exception as error:
+            return f"its backward fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        return "" if _equal(first, third) else "it has other gradients, or another output in the next forward,"
+
+    return {word: fault(word) for word in words}
 
 
 def keeps_state(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
