@@ -71,7 +71,8 @@ class RecomputationChooser:
         if not any(self._excess_bytes(plain)):
             yield plain
             return
-        ways = [plain.candidate] if asked else [candidate.recomputing(mode) for mode in self._search.ladder[1:]]
+        modes = self._search.ladder[1:]
+        ways = [plain.candidate] if asked is not None else [candidate.recomputing(mode) for mode in modes]
         by_layer = self._by_layer(candidate) if asked is None else []
         yield from by_layer or filter(None, map(self.within_limits, ways))
 
