@@ -118,7 +118,7 @@ class SearchRequest:
 
     @property
     def by_layer(self) -> tuple[LayerCheckpoint, ...]:
-        """What a search chooses for single layers if no candidate with whole stages recomputed fits."""
+        """How single layers may be treated if whole stages cannot be recomputed, or do not fit; () if not at all."""
         if self.may_offload:
             return ("recompute", "offload")
         return () if len(self.ladder) > 1 else ("recompute",)

@@ -68,7 +68,11 @@ class RegionFinder:
 
 
 def _is_checkpoint(frame: FrameType) -> bool:
-    """Return whether a frame recomputes what it calls. ``checkpoint_sequential`` calls its last segment itself."""
+    """Return whether a frame belongs to a call of ``torch.utils.checkpoint.checkpoint``.
+
+    The frames of ``checkpoint_sequential`` do not count, because it calls its last segment without recomputation. For
+    the other segments it calls ``checkpoint``.
+    """
     is_torchs = frame.f_globals.get("__name__") == checkpoint.__name__
     return is_torchs and not frame.f_code.co_qualname.startswith(checkpoint.checkpoint_sequential.__qualname__)
 

@@ -155,7 +155,7 @@ def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why:
 
 
 class Own(nn.Module):
-    """A model that computes its own loss from two arguments, neither of which is named ``labels``."""
+    """A model that computes its own loss and has no argument named ``labels``."""
 
     def __init__(self, loss: Any, mode: str = "tensor") -> None:
         super().__init__()

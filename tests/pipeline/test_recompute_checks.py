@@ -387,7 +387,7 @@ class Scaled(nn.Module):
 
 
 def test_a_search_knows_the_layers_that_share_tensors_through_an_object() -> None:
-    """What is refused in checkpoint= is what the search leaves out."""
+    """A layer has the refusal "recompute" exactly if construction refuses to recompute it."""
     found = refusals(Sharing())
     for name, words in found.items():
         try:
