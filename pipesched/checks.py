@@ -91,8 +91,10 @@ def as_list(value: Any, rule: str, remedy: str) -> list[Any]:
 
 
 def as_path(path: Any) -> Path:
-    """Convert a str or PathLike to a Path. Raises ArgumentError for any other type."""
+    """Convert a str or PathLike to a Path. Raises ArgumentError for any other type, and for NUL characters."""
     check_type(path, (str, PathLike), "a path must be a str or a pathlib.Path", "pass one of these")
+    if "\0" in str(path):
+        raise ArgumentError(f"a path must not contain NUL characters; got {shown(str(path))}; pass another path")
     return Path(path)
 
 

@@ -29,6 +29,7 @@ from pipesched.model.tensor_places import TensorPlaces, check_made_buffers
 from pipesched.model.tied_weights import Ties, Use
 from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
+from pipesched.progress import advance
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import pytree
@@ -403,6 +404,7 @@ class LayersInARow:
                 kwargs = {}
             except Exception as error:
                 raise LayerError(name) from error
+            advance()
             yield name, args[0]
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":

@@ -20,6 +20,7 @@ from pipesched.model.collected_outputs import Collecting, described
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
 from pipesched.model.tensor_places import TensorPlaces, makes_weights
+from pipesched.progress import advance
 from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.backward_regions import Region, RegionFinder
 from pipesched.tensors.caller_context import CodeModes
@@ -408,6 +409,7 @@ class _Recorder(TorchFunctionMode):
 
         call_it = call_beside if self._scout is None else partial(self._scout.layer, name)
         result = call_it(layer, args, kwargs, again)
+        advance()
         return result, collecting.entries()
 
     def _forget_layer(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.slots import Slot
+from pipesched.progress import advance
 
 __all__ = ["INFINITE", "Fails", "Found", "smallest"]
 
@@ -58,6 +59,7 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
     while low < best.bottleneck:
         middle = (low + best.bottleneck - 1) // 2
         probed = probe(middle)
+        advance()
         probes += 1
         if isinstance(probed, Found):
             best = probed

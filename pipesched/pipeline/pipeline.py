@@ -969,10 +969,9 @@ class Pipeline(SavingInterface):
         model lacks the weights that other ranks trained; see ``gather_model``.
         """
         host = self._running.host
-        failed = isinstance(host, MeshRanks) and host.executor.closed
         with ExitStack() as stack:
             stack.callback(host.close)
-            stack.callback(self._saver.close, failed=failed)
+            stack.callback(self._saver.close, host)
             self.flush()
 
     def __repr__(self) -> str:

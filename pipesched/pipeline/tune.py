@@ -12,6 +12,7 @@ from pipesched.capture.layered_model import as_model, layered
 from pipesched.checks import as_list, is_count, shown
 from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
+from pipesched.pipeline.options import Distributed
 from pipesched.pipeline.plan_trials import Trial
 from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
 from pipesched.planning.confirmation import Run, confirmed_plan
@@ -27,7 +28,7 @@ from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.microbatches import SplitDims
-from pipesched.runtime.rank_host import MeshRanks, RankHost, host_for
+from pipesched.runtime.rank_host import MeshRanks, host_for
 from pipesched.simulation.exact_solver import check_solver
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import RanksAre, check_ranks_are
@@ -41,7 +42,6 @@ __all__ = ["tune"]
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
 _CONFIRMED = 3  # the default number of plans in trial runs
 _EFFORT_WITH_TRIALS = EFFORT // 10  # per search; the loss is smaller than the noise of a measured step
-_PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
 @collective
@@ -75,6 +75,7 @@ def tune(
     confirm: int | None = None,
     prove: bool = False,
     progress: bool = False,
+    timeout: float | None = None,
 ) -> Plan:
     """Find the plan with the shortest step. Pass it to ``Pipeline(plan=...)``, or save, read and edit it.
 
@@ -146,6 +147,8 @@ def tune(
             memory, the plan uses this order, although the order has not run in a trial. The proof takes up to about a
             minute, and needs the extra ``solver`` (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
+        timeout: with a mesh, the number of seconds that a rank waits for another rank without a sign of progress: a
+            finished layer call, a finished step of the search, or a message. Default: None (60 seconds).
 
     Returns:
         The plan, with the costs on which the choice was based. Trial runs, if any, have corrected these costs.
@@ -180,7 +183,8 @@ def tune(
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _devices_for(num_ranks)
-    host = _host_for(devices if count and devices else ["cpu"], mesh)
+    runs_here = None if mesh is not None else ["cpu"]
+    host = host_for((count and devices) or runs_here, mesh, 1, timeout, "all")
     places = list(devices or host.devices)
     if num_ranks is None:
         num_ranks = len(places)
@@ -242,15 +246,11 @@ def tune(
             warn(f"{why}; keep one device, or pass all_ranks=True to use all")
         return plan
 
-    where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
-    where["whole_layers"] = whole_layers
+    ranks = {"devices": devices} if mesh is None else {"mesh": mesh, "distributed": Distributed(timeout=timeout)}
+    where: dict[str, Any] = {**ranks, "whole_layers": whole_layers}
     with closing(host):
         trial = Trial(model, sample, loss_fn, target, split_dims, where, host, batch_size, runs_all=confirm is not None)
         return _together(host, decide, trial.run) if isinstance(host, MeshRanks) else decide(trial.run)
-
-
-def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
-    return host_for(devices, None, 1, None, "all") if mesh is None else host_for(None, mesh, 1, _PATIENCE_S, "all")
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:

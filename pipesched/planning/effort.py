@@ -5,6 +5,8 @@ Counting actions instead of seconds makes the plan for a profile reproducible.
 
 from collections.abc import Callable
 
+from pipesched.progress import advance
+
 __all__ = ["AT_LEAST", "FOR_MEMORY", "FOR_PARTITION", "IN_ORDER_SEARCH", "Effort"]
 
 AT_LEAST = 1_000  # fixed cost of one simulation or partition, in actions
@@ -31,4 +33,5 @@ class Effort:
     def spend(self, actions: float) -> None:
         """Subtract finished work from the remaining effort."""
         self.left -= actions
+        advance()
         self._progress(min(1.0, 1 - self.left / self._all))

@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 
 from pipesched.profiling.timing_run import Subject, TimingRun
+from pipesched.progress import progress_here, work_for
 from pipesched.tensors.caller_context import Caller, intra_op
 
 __all__ = ["crowd"]
@@ -42,7 +43,7 @@ def crowd(
     laps = [
         TimingRun([replace(one, seconds={}, waited={}) for one in own], device, caller) for own in (subjects, twins)
     ]
-    with ThreadPoolExecutor(2, "pipesched-crowding") as pool:
+    with ThreadPoolExecutor(2, "pipesched-crowding", work_for, (progress_here(),)) as pool:
 
         def ran(*those: TimingRun) -> list[float]:
             def go(lap: TimingRun) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipesched.progress import advance
 from pipesched.runtime.stage.recompute import is_dear
 from pipesched.runtime.stage.stage import Stage
 from pipesched.simulation.layer_memory import LayerMemory
@@ -123,6 +124,7 @@ class _Pass:
         inputs = books.bytes - begin
         with _Dear() as dear:
             output = layer.run(given, split)
+        advance()
         self.forward = books.peak - begin
         outputs: list[Payload] = list(output) if isinstance(output, PerConsumer) else [output]
         del output

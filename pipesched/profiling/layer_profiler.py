@@ -16,6 +16,7 @@ from pipesched.profiling.contention import crowd
 from pipesched.profiling.layer_memory_probe import Layer, sizes_of
 from pipesched.profiling.plausibility import Measured, doubt
 from pipesched.profiling.timing_run import Subject, TimingRun
+from pipesched.progress import progress_here, work_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
@@ -120,7 +121,7 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) 
             return survey.of(calls)
 
     if effort.ranks_are == "threads":
-        with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
+        with ThreadPoolExecutor(1, "pipesched-profiler", work_for, (progress_here(),)) as pool:
             costs = pool.submit(run).result()
     else:
         costs = run()

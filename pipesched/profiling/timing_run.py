@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipesched.model.attributes import OF_ALL_MODULES
 from pipesched.model.state_guard import unchanged
+from pipesched.progress import advance, progress_here
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.tensors.added_losses import added_loss
@@ -195,6 +196,7 @@ class TimingRun(nn.Module):
                 begin = clock.now()
                 output = layer(*args, **kwargs)
                 clock.note(subject, "forward_s", begin)
+                advance()
                 check_layouts(tensors_in(output), f"layer {subject.name!r}")
             if subject is self.subjects[-1]:
                 run.output = output  # other outputs are freed if no backward needs them
@@ -299,6 +301,7 @@ class _Turn:
         self.subject = subject
         self._clock = clock
         self._device = leaves[0].device if leaves else None
+        self._progress = progress_here()  # the backward may run in another thread
         # the shape of a nested tensor is data, so a nested tensor on the meta device has no shape
         self._forms = [leaf.detach() if leaf.is_nested else torch.empty_like(leaf, device="meta") for leaf in leaves]
         self.came: Any = None
@@ -309,6 +312,7 @@ class _Turn:
 
         Writing the gradients leaves them in the CPU cache, as the backward of the next layer would do in a step.
         """
+        self._progress.advance()
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()

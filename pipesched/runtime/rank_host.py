@@ -355,7 +355,8 @@ class MeshRanks:
         self.reduction_order: ReductionOrder = reduction_order
         self.replicas_per_batch = len(self.grid.rows) if inputs == "first" else 1
         self._crossings = 0
-        self._timeout_s = timeout_s
+        #: How long a rank waits for another rank, in seconds.
+        self.timeout_s = timeout_s
         self._dealing = Lock()  # the heartbeat thread and rank 0's main thread both send messages
         members = get_process_group_ranks(group)
         #: The global ranks of this replica's pipeline.
@@ -416,7 +417,7 @@ class MeshRanks:
                 )
             result: T = given[0]
             return result
-        with beating(lambda: self._deal_all(what, None, by_heartbeat=True), self._timeout_s):
+        with beating(lambda: self._deal_all(what, None, by_heartbeat=True), self.timeout_s):
             try:
                 made = make()
             except Exception as error:  # the other ranks are waiting for the result

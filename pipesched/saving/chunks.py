@@ -3,10 +3,12 @@
 The fields of a chunk have the same names and meanings as in torch.distributed.checkpoint.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
+
+from pipesched.json_files import read_fields
 
 __all__ = ["Chunk", "Rows", "fill", "pieces"]
 
@@ -31,9 +33,9 @@ class Chunk:
     sizes: tuple[int, ...]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Chunk":
-        """Make a chunk from a dict of its fields, which may have been read from JSON."""
-        return cls(file=values["file"], offsets=tuple(values["offsets"]), sizes=tuple(values["sizes"]))
+    def from_dict(cls, values: Any) -> "Chunk":
+        """Make a chunk from a dict of its fields, which may have been read from JSON. Raises ScheduleError."""
+        return read_fields(cls, values, "a chunk must have")
 
     @property
     def rows(self) -> Rows:

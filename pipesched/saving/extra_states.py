@@ -16,7 +16,9 @@ from pipesched.errors import ArgumentError, CheckpointError
 from pipesched.saving.common_values import Encoded, kept_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.names import model_name
+from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.saved_values import blank_reader
 from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
 from pipesched.saving.tensor_files import plain
 
@@ -148,6 +150,18 @@ class ExtraChanges:
         }
         self.keys = {key for entry in self._entries.values() for key in tensor_keys(entry["value"])}
         self.keys |= {key for own in self._leaves.values() for _, _, key in own}
+        self._check_leaves(saved)
+
+    def _check_leaves(self, saved: SavedRun) -> None:
+        """Raise CheckpointError if a leaf has no place in its state."""
+        for name, own in self._leaves.items():
+            state = decoded(self._entries[name]["value"], blank_reader(saved.entries))
+            for path, *_ in own:
+                if not isinstance(at_path(state, path), dict):
+                    raise CheckpointError(
+                        f"every tensor in extra= must have a place in its state; in {saved.where}, {name!r} has no "
+                        f"dict at {path}; save the checkpoint again"
+                    )
 
     @staticmethod
     def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
@@ -185,9 +199,11 @@ class ExtraChanges:
             found[name] = state
         return found
 
-    def apply(self, states: Mapping[str, Any]) -> None:
+    def apply(self, states: Mapping[str, Any], rollback: Rollback) -> None:
         """Load the states into the objects."""
         for name, value in self._objects.items():
+            if callable(getattr(value, "state_dict", None)):
+                rollback.remember(value.state_dict, value.load_state_dict)
             value.load_state_dict(states[name])
 
     @property

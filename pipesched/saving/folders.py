@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, MissingCheckpointError
-from pipesched.saving.manifest import MANIFEST, Manifest
+from pipesched.saving.manifest import DATA, MANIFEST, Manifest
 from pipesched.units import counted
 from pipesched.whole_files import TEMPORARY, write_whole
 
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _STEP = re.compile(r"step-(\d{8,})")
-_DATA = re.compile(r"data-[0-9a-f]{16}")
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp")  # suffixes of other programs' files
 
 
@@ -91,7 +90,7 @@ def _weights_in(folder: Path) -> Iterator[Path]:
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _holds_weights(entry):
             yield entry
-        elif entry.is_dir() and not (_DATA.fullmatch(entry.name) or _STEP.fullmatch(entry.name)):
+        elif entry.is_dir() and not (DATA.fullmatch(entry.name) or _STEP.fullmatch(entry.name)):
             yield from filter(_holds_weights, sorted(entry.iterdir()))
 
 
@@ -116,7 +115,7 @@ def _remove_leftovers(folder: Path) -> None:
     except MissingCheckpointError:
         used = None
     for entry in os.listdir(folder):
-        if _DATA.fullmatch(entry) and entry != used:
+        if DATA.fullmatch(entry) and entry != used:
             shutil.rmtree(folder / entry, ignore_errors=True)
         elif entry.startswith(MANIFEST) and entry.endswith(TEMPORARY):
             with suppress(OSError):

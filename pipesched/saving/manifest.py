@@ -9,17 +9,28 @@ In format 1, each tensor is in one file. Format 2 is used only if at least one t
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, TypeVar
 
 from pipesched.checks import shown
-from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
-from pipesched.json_files import parse_json
-from pipesched.saving.chunks import Chunk, Rows, pieces
+from pipesched.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    PipeschedError,
+    ScheduleError,
+)
+from pipesched.json_files import parse_json, read_fields
+from pipesched.progress import advance
+from pipesched.saving.chunks import Chunk, Rows, fill, pieces
 
-__all__ = ["KINDS", "MANIFEST", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
+__all__ = ["DATA", "KINDS", "MANIFEST", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _WHOLE, _CHUNKED = 1, 2  # versions of the format
@@ -28,6 +39,10 @@ KINDS = ("parameter", "buffer", "module state", "optimizer state", "scheduler st
 _FORMAT = "pipesched checkpoint"
 _DEEPEST = 128  # the maximum depth of nesting in the JSON files, which contain nested values of the user
 _BLOCK = 1 << 20
+#: The names of data folders.
+DATA = re.compile(r"data-[0-9a-f]{16}")
+_FILE = re.compile(r"part-\d{5,}\.(json|safetensors)")
+_SEED = re.compile(r"-?\d{1,20}")
 
 
 @dataclass(frozen=True)
@@ -60,10 +75,9 @@ class TensorEntry:
         return values if self.chunks else {name: value for name, value in values.items() if name != "chunks"}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "TensorEntry":
-        """Make an entry from the result of ``to_dict``, which may have been read from JSON."""
-        chunks = tuple(map(Chunk.from_dict, values.get("chunks", ())))
-        return cls(**{**values, "shape": tuple(values["shape"]), "chunks": chunks})
+    def from_dict(cls, values: Any) -> "TensorEntry":
+        """Make an entry from the result of ``to_dict``, which may have been read from JSON. Raises ScheduleError."""
+        return read_fields(cls, values, "the entry of a tensor must have", chunks=_chunks)
 
     def in_file(self, file: str) -> "TensorEntry":
         """Return a copy of the entry with ``file`` as the name of the file that holds the tensor or its chunk."""
@@ -80,6 +94,12 @@ class TensorEntry:
             yield from pieces(self.chunks, rows)
         else:
             yield Chunk(file=self.file, offsets=(0,) * len(self.shape), sizes=self.shape), rows
+
+
+def _chunks(values: Any) -> tuple[Chunk, ...]:
+    if not isinstance(values, list | tuple):
+        raise ScheduleError(f"chunks must be a list; got {shown(values)}; save the file again")
+    return tuple(map(Chunk.from_dict, values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +154,8 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
+            if path.exists() and not path.is_file():  # such as a pipe, from which a read would not return
+                raise _damaged(path, "it is not a file")
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise MissingCheckpointError(
@@ -161,17 +183,45 @@ class Manifest:
                 f"{shown(values.get('version'))}, and was written by pipesched {shown(values.get('pipesched'))}; load "
                 f"it with that version of pipesched"
             )
-        if any(Path(name).name != name for name in (values.get("data"), *values.get("files", ())) if name is not None):
-            raise _damaged(path, "it names a file outside its folder")
         try:
-            entries = {
-                "files": {name: FileEntry(**entry) for name, entry in values["files"].items()},
-                "tensors": {key: TensorEntry.from_dict(entry) for key, entry in values["tensors"].items()},
-            }
-            plain = {key: value for key, value in values.items() if key not in ("format", "version")}
-            return cls(**{**plain, **entries})
-        except (TypeError, KeyError, AttributeError) as error:
-            raise _damaged(path, f"an entry is missing or wrong ({error})") from error
+            manifest = read_fields(
+                cls,
+                {key: value for key, value in values.items() if key not in ("format", "version")},
+                f"a {MANIFEST} must have",
+                partly=False,
+                files=lambda own: _each(own, lambda entry: read_fields(FileEntry, entry, "a file's entry must have")),
+                tensors=lambda own: _each(own, TensorEntry.from_dict),
+                settings=_plain,
+                plan=_plain,
+            )
+        except PipeschedError as error:
+            raise _damaged(path, str(error)) from error
+        if wrong := next(manifest._wrong(), None):
+            raise _damaged(path, wrong)
+        return manifest
+
+    def _wrong(self) -> Iterator[str]:
+        """Yield descriptions of values that cannot be right."""
+        if not DATA.fullmatch(self.data):
+            yield f"the data folder is named {shown(self.data)}"
+        if not _SEED.fullmatch(self.seed):
+            yield f"the seed is {shown(self.seed)}"
+        if self.step < 0:
+            yield f"the step is {self.step}"
+        for name in self.files:
+            if not _FILE.fullmatch(name):
+                yield f"a file is named {shown(name)}"
+        for key, entry in self.tensors.items():
+            pieces = [piece for piece, _ in entry.pieces()]
+            places = [(entry.shape, entry.shape), *((piece.offsets, piece.sizes) for piece in pieces)]
+            is_whole = all(len(own) == len(entry.shape) and min(own, default=0) >= 0 for pair in places for own in pair)
+            if entry.kind not in KINDS or not is_whole:
+                yield f"the entry of tensor {shown(key)} is of kind {shown(entry.kind)} and shape {entry.shape}"
+            elif entry.chunks and not (entry.shape and fill(entry.chunks, entry.shape)):
+                yield f"the chunks of tensor {shown(key)} do not make up the whole tensor"
+            for piece in pieces:
+                if piece.file not in self.files:
+                    yield f"tensor {shown(key)} is in {shown(piece.file)}, which is not listed"
 
     def check_size(self, folder: Path, name: str) -> Path:
         """Check the size of a data file, and return the file's path.
@@ -181,14 +231,16 @@ class Manifest:
         path = folder / self.data / name
         entry = self.files[name]
         try:
-            size = path.stat().st_size
+            found = path.stat()
         except OSError as error:
             raise DamagedCheckpointError(
                 f"a checkpoint must have every file that its {MANIFEST} lists; {path} ({entry.bytes:,} bytes) is "
                 f"missing ({error.strerror}); load another checkpoint"
             ) from None
-        if size != entry.bytes:
-            raise _damaged(path, f"it has {size:,} bytes instead of {entry.bytes:,}")
+        if not S_ISREG(found.st_mode):
+            raise _damaged(path, "it is not a file")
+        if found.st_size != entry.bytes:
+            raise _damaged(path, f"it has {found.st_size:,} bytes instead of {entry.bytes:,}")
         return path
 
     def check(self, folder: Path, name: str) -> Path:
@@ -200,6 +252,16 @@ class Manifest:
         if hash_of(path) != self.files[name].sha256:
             raise _damaged(path, f"its content does not match its SHA-256 in {MANIFEST}")
         return path
+
+
+def _each(values: Any, make: Callable[[Any], T]) -> dict[str, T]:
+    return {name: make(value) for name, value in _plain(values).items()}
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ScheduleError(f"an entry must be a mapping; got {shown(values)}; save the file again")
+    return values
 
 
 def dumped(values: Any) -> bytes:
@@ -225,6 +287,7 @@ def _damaged(path: Path, how: str) -> DamagedCheckpointError:
 def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
+            advance()
             yield block
 
 

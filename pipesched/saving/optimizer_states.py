@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipesched.checks import check_type
+from pipesched.checks import check_type, shown
 from pipesched.errors import CheckpointError, InputError
 from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
 from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
+from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import Part, Read, SavedRun
 from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
 from pipesched.units import and_more, counted
@@ -132,8 +133,7 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
         kind = type(optimizer).__qualname__
         for at, group in enumerate(optimizer.param_groups):
             encoder = Encoder(f"options of optimizer {index}, group {at}", inline=True)
-            options = {key: value for key, value in group.items() if key not in NO_SETTINGS}
-            groups.append({"place": [index, at], "class": kind, "options": encoder.encoded(options)})
+            groups.append({"place": [index, at], "class": kind, "options": encoder.encoded(_settings(group))})
         is_divided = run.division_of(optimizer) is not None
         for member in _members(optimizer, run):
             name = member.name
@@ -228,6 +228,7 @@ class OptimizerChanges:
                 taken |= {member.name for member in own}
                 self._check_class(optimizer, [one.name for one in own], run)
                 options = self._options([member.name for member in held], (index, at), type(optimizer).__name__)
+                self._check_options(optimizer, group, options)
                 states = [(one, self._parameters.get(one.name, {}).get("state")) for one in own if one.key is not None]
                 self._changes.append(_Change(optimizer, group, options, states))
         self._check_all_taken(optimizers, taken, run)
@@ -299,21 +300,51 @@ class OptimizerChanges:
                 f"that holds them"
             )
 
-    def apply(self, read: Read) -> None:
-        """Load the states and options into the optimizers. ``read(key)`` returns the tensor with that key."""
+    def _check_options(self, optimizer: Optimizer, group: Mapping[str, Any], options: Any) -> None:
+        """Raise CheckpointError if an option that is a number was not saved as a number."""
+        for key, value in decoded(options or {"dict": {}}, _no_tensor).items():
+            if _is_number(group.get(key)) and not _is_number(value):
+                raise CheckpointError(
+                    f"the options of an optimizer must be saved with their types; {key} of {type(optimizer).__name__} "
+                    f"is {shown(value)} in {self._saved.where}, but {shown(group[key])} now; save the checkpoint again"
+                )
+
+    def apply_options(self, rollback: Rollback) -> None:
+        """Load the options into the parameter groups."""
         for change in self._changes:
-            if change.options is not None:
-                for key, value in decoded(change.options, read).items():
-                    now = change.group.get(key)
-                    if isinstance(value, Tensor) and isinstance(now, Tensor):
-                        value = value.to(now.device)  # noqa: PLW2901  such as a learning rate that is a tensor
-                    change.group[key] = value
+            rollback.then(_replace, change.group, dict(change.group))
+            for key, value in decoded(change.options or {"dict": {}}, _no_tensor).items():
+                now = change.group.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor):
+                    value = value.to(now.device)  # noqa: PLW2901  such as a learning rate that is a tensor
+                change.group[key] = value
+
+    def apply_states(self, read: Read) -> None:
+        """Load the states into the optimizers. ``read(key)`` returns the tensor with that key."""
+        for change in self._changes:
             for member, encoded in change.states:
                 assert member.key is not None
                 change.optimizer.state.pop(member.key, None)
                 if encoded is not None:
                     state = decoded(encoded, lambda key: read(key, self.needed[key]))
                     change.optimizer.state[member.key] = near(state, member.key, change.group)
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise CheckpointError(f"the options of an optimizer must be saved without tensor files; got {key!r}; save again")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NO_SETTINGS}
+
+
+def _replace(group: dict[str, Any], before: Mapping[str, Any]) -> None:
+    group.clear()
+    group.update(before)
 
 
 def _same(one: Any) -> Callable[[Any], bool]:

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.errors import DamagedCheckpointError, MissingCheckpointError
+from pipesched.checks import is_count, is_whole, shown
+from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, ScheduleError
 from pipesched.saving.chunks import Chunk, Rows
 from pipesched.saving.folders import check_no_weights, checkpoints_in
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import MANIFEST, Manifest, TensorEntry, parsed
 from pipesched.saving.saved_run import SavedRun, merged, merged_entries
-from pipesched.saving.tensor_files import TensorFile, dtype_of
+from pipesched.saving.saved_values import check_values
+from pipesched.saving.tensor_files import TensorFile, dtype_name, dtype_of
 
 __all__ = ["OpenCheckpoint", "checkpoint_folders", "given_state"]
 
@@ -24,11 +26,17 @@ def checkpoint_folders(path: Path) -> list[Path]:
     Raises MissingCheckpointError if there is nothing at the path that a run could have saved, so that a script may
     start at step 0. Raises CheckpointError if there is something else: a file, or weights that `save` did not write.
     """
-    if (path / MANIFEST).exists():
-        return [path]
-    folders = checkpoints_in(path)
-    if not any((folder / MANIFEST).exists() for folder in folders):
-        check_no_weights(path)
+    try:
+        folders = [path] if (path / MANIFEST).exists() else checkpoints_in(path)
+        if not any((folder / MANIFEST).exists() for folder in folders):
+            check_no_weights(path)
+            folders = []
+    except OSError as error:  # such as a name that is too long, or a folder that this user may not read
+        raise CheckpointError(
+            f"a path to load must be readable; reading {path} failed ({error.strerror}); check the path and its "
+            f"permissions"
+        ) from error
+    if not folders:
         raise MissingCheckpointError(
             f"a path to load must hold a checkpoint, or the checkpoint folders of save(keep=...); {path} "
             f"{f'has neither {MANIFEST} nor folders with one' if path.exists() else 'does not exist'}; check the path, "
@@ -45,7 +53,7 @@ class OpenCheckpoint:
 
     Raises:
         DamagedCheckpointError: a file is missing or has changed.
-        CheckpointError: the checkpoint has an unsupported format version.
+        CheckpointError: the checkpoint has an unsupported format version, or a value of a wrong form.
 
     """
 
@@ -60,10 +68,13 @@ class OpenCheckpoint:
             ) from error
         for name in manifest.files:
             manifest.check_size(folder, name)
-        parts = []
+        parts: list[Any] = []
         for name in sorted(name for name in manifest.files if name.endswith(".json")):
             path = manifest.check(folder, name)
-            parts.append(parsed(path.read_bytes(), path)["values"])
+            content = parsed(path.read_bytes(), path)
+            own = content.get("values") if isinstance(content, dict) else None
+            check_values(own, manifest.tensors, str(path))
+            parts.append(own)
         self._files: dict[str, TensorFile] = {}
         #: The content of the checkpoint.
         self.saved = SavedRun(
@@ -108,11 +119,10 @@ def given_state(states: Iterable[Mapping[str, Any]]) -> SavedRun:
     """Merge the states that ``training_state`` returned in all processes into a saved run."""
     states = list(states)
     where = "the given state"
-    parts = [
-        {key: TensorEntry.from_dict(entry).in_file(str(number)) for key, entry in state["entries"].items()}
-        for number, state in enumerate(states)
-    ]
+    parts = [_given_entries(number, state, where) for number, state in enumerate(states)]
     entries = merged_entries(parts, where)
+    for state in states:
+        check_values(state["values"], entries, where)
 
     def read(key: str, rows: Rows | None = None) -> Tensor:
         def piece(chunk: Chunk, own: Rows | None) -> Tensor:
@@ -123,6 +133,36 @@ def given_state(states: Iterable[Mapping[str, Any]]) -> SavedRun:
 
         return _assembled(entries[key], rows, piece)
 
-    facts = Facts(**{name: states[0][name] for name in ("step", "seed", "settings", "plan")})
+    first = states[0]
+    if not is_count(first["step"], 0) or not is_whole(first["seed"]):
+        raise CheckpointError(
+            f"a training state must have a step, at least 0, and a seed; got step {shown(first['step'])} and seed "
+            f"{shown(first['seed'])}; pass the dict that training_state returned unchanged"
+        )
+    facts = Facts(**{name: first[name] for name in ("step", "seed", "settings", "plan")})
     values = merged((state["values"] for state in states), where)
     return SavedRun(where=where, facts=facts, entries=entries, values=values, read=read)
+
+
+def _given_entries(number: int, state: Mapping[str, Any], where: str) -> dict[str, TensorEntry]:
+    """Return the entries of a given state's tensors. Raises CheckpointError if an entry does not fit its tensor."""
+    tensors = state["tensors"]
+    found = {}
+    try:
+        for key, values in state["entries"].items():
+            entry = TensorEntry.from_dict(values)
+            tensor = tensors[key]
+            shape = entry.chunks[0].sizes if entry.chunks else entry.shape
+            if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (shape, entry.dtype):
+                raise _unfit(where, f"tensor {key!r} is {tensor.dtype} of shape {list(tensor.shape)}")
+            found[key] = entry.in_file(str(number))
+    except (ScheduleError, AttributeError, LookupError, TypeError) as error:
+        raise _unfit(where, f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def _unfit(where: str, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"a training state must be the dict that training_state returned; in {where}, the entries and the tensors do "
+        f"not fit together ({how}); pass the dict unchanged"
+    )

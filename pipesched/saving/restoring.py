@@ -6,11 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from pipesched.checks import is_count, shown
 from pipesched.errors import CheckpointError
+from pipesched.progress import advance
 from pipesched.saving.chunks import Rows
 from pipesched.saving.extra_states import ExtraChanges, as_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, OptimizerChanges, as_optimizers
+from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import Read, SavedRun
 from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
 from pipesched.saving.state_encoding import decoded, tensor_keys
@@ -85,6 +88,7 @@ class Restoring:
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
         self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
         self._extra = ExtraChanges(saved, as_extra(extra), run)
+        self._check_scaler()
         keys = {*self._tensors, *self._extra.keys}
         keys |= {key for _, value in self._modules for key in tensor_keys(value)}
         keys |= self._schedulers.keys if self._schedulers else set()
@@ -98,8 +102,25 @@ class Restoring:
                 f"save the checkpoint again"
             )
 
+    def _check_scaler(self) -> None:
+        """Raise CheckpointError if the saved state of the scaler lacks an entry, or has one of another type."""
+        own = {} if self._run.scaler is None else self._run.scaler.state_dict()
+        saved = self._saved.values.get("scaler", {})
+        for name, value in own.items():
+            if type(value) in (int, float) and type(saved.get(name)) not in (int, float):
+                raise CheckpointError(
+                    f"a checkpoint must hold the whole state of the scaler; in {self._saved.where}, {name} is "
+                    f"{shown(saved.get(name))}; save the checkpoint again"
+                )
+
     def _check_settings(self) -> None:
         saved = self._saved.facts.settings
+        for name in ("num_microbatches", "num_replicas", "num_shards"):
+            if not is_count(saved.get(name, 1)):
+                raise CheckpointError(
+                    f"the settings of a saved run must be those that pipesched saved; in {self._saved.where}, {name} "
+                    f"is {shown(saved[name])}; load another checkpoint"
+                )
         for name, own in self._run.facts.settings.items():
             if name in saved and saved[name] != own and name not in _ROUNDING:
                 remedy = _REMEDIES.get(name, f"pass the same {name}").format(saved[name])
@@ -232,24 +253,35 @@ class Restoring:
         """Return the saved states of the objects in ``extra``, and the other saved extra values, keyed by name."""
         return self._extra.states(read)
 
-    def load_objects(self, states: Mapping[str, Any]) -> None:
+    def load_objects(self, states: Mapping[str, Any], rollback: Rollback) -> None:
         """Load the states into the objects in ``extra``. This calls the user's code, which can raise any error."""
-        self._extra.apply(states)
+        self._extra.apply(states, rollback)
 
-    def apply(self, read: Read) -> None:
-        """Load weights, buffers, module states, the scaler, optimizers and schedulers. Clears gradients."""
-        for key, tensor in self._tensors.items():
-            copy_into(tensor, read(key))
+    def load_states(self, read: Read, rollback: Rollback) -> None:
+        """Load module states, the scaler, the options of optimizers, and schedulers. This calls the user's code."""
         for module, value in self._modules:
+            rollback.remember(module.get_extra_state, module.set_extra_state)
             module.set_extra_state(decoded(value, read))
-        for parameter in self._run.parameters.values():
-            parameter.grad = None
+            advance()
         if self._run.scaler is not None:
+            rollback.remember(self._run.scaler.state_dict, self._run.scaler.load_state_dict)
             self._run.scaler.load_state_dict(dict(self._saved.values["scaler"]))
         if self._optimizers is not None:
-            self._optimizers.apply(read)
+            self._optimizers.apply_options(rollback)
         if self._schedulers is not None:
-            self._schedulers.apply(read)
+            self._schedulers.apply(read, rollback)
+
+    def apply(self, read: Read) -> None:
+        """Load weights, buffers and the states of optimizers. Clears gradients.
+
+        Everything that can fail has been checked before, except that a file can change or become unreadable meanwhile.
+        """
+        for key, tensor in self._tensors.items():
+            copy_into(tensor, read(key))
+        for parameter in self._run.parameters.values():
+            parameter.grad = None
+        if self._optimizers is not None:
+            self._optimizers.apply_states(read)
 
 
 def _some(names: list[str]) -> str:

@@ -1,14 +1,14 @@
 """Saver: saves a running pipeline and loads checkpoints into it. All processes take part."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from pipesched.checks import as_path, check_type, is_count, shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
-from pipesched.runtime.rank_host import MeshRanks
+from pipesched.runtime.rank_host import MeshRanks, RankHost
 from pipesched.saving.capturing import capture
 from pipesched.saving.folders import folder_for
 from pipesched.saving.host_buffers import HostBuffers, wait_for_devices
@@ -16,8 +16,9 @@ from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_state
 from pipesched.saving.restoring import Restored, Restoring
+from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import Part, SavedRun
-from pipesched.saving.together import Work, agreed, in_all, together
+from pipesched.saving.together import Others, Work, agreed, in_all, together
 from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
@@ -30,8 +31,9 @@ class Saver:
     """Saves and loads a pipeline. At most one asynchronous save runs at a time."""
 
     def __init__(self) -> None:
-        self._work: Work[None] | None = None
-        self._hurry = Event()
+        self._work: Work[None] | None = None  # an asynchronous save that nobody has waited for
+        self._left: Work[None] | None = None  # a save that was given up, because it was stuck
+        self._others = Others()
         self._buffers = HostBuffers()
 
     def save(
@@ -46,6 +48,7 @@ class Saver:
         """Save a run. ``states`` is (optimizer, scheduler, extra), as passed by the user."""
         self.finish(run)
         host = run.host
+        agreed(host, self._check_none_is_stuck)
         path = as_path(path)
         if keep is not None and not is_count(keep):
             raise InputError(
@@ -68,45 +71,57 @@ class Saver:
             process=run.process,
             num_processes=run.num_processes,
             writers=run.writers,
+            names=host.executor.names if isinstance(host, MeshRanks) else ("this process",),
+            timeout_s=host.timeout_s if isinstance(host, MeshRanks) else math.inf,
         )
         agreed(host, lambda: check_shared(target))
-        hurry = self._hurry = Event()
+        others = self._others = Others(lambda: isinstance(host, MeshRanks) and host.executor.closed)
         if not asynchronous:
             agreed(host, lambda: wait_for_devices(part.tensors.values()))
-            work = Work(lambda: write(target, part, run.facts, hurry))
+            work = self._left = Work(lambda: write(target, part, run.facts, others))
             if isinstance(host, MeshRanks):
                 work.start()
             else:
                 work.run()
-            together(host, work, hurry)
+            together(host, work, others)
             return
         buffers = self._buffers
         copy = Part(agreed(host, lambda: buffers.copied(part.tensors)), part.entries, part.values)
 
         def write_copy() -> None:
             buffers.wait()
-            write(target, copy, run.facts, hurry)
+            write(target, copy, run.facts, others)
 
         self._work = Work(write_copy)
         self._work.start()
+        self._work.end_at_exit(_timeout_s(host))
 
     def finish(self, run: LiveRun) -> None:
         """Wait until an asynchronous save has ended in all processes. If the save failed, all processes raise."""
         work, self._work = self._work, None
         if work is not None:
-            together(run.host, work, self._hurry)
+            self._left = work
+            together(run.host, work, self._others)
 
-    def close(self, *, failed: bool) -> None:
-        """Wait until an asynchronous save has ended in this process, and raise its error if it failed.
-
-        ``failed`` is True if the pipeline has failed; the save then waits only a short time for other processes.
-        """
+    def close(self, host: RankHost) -> None:
+        """Wait until an asynchronous save has ended in this process. Raises CheckpointError if it fails or is stuck."""
         work, self._work = self._work, None
-        if failed:
-            self._hurry.set()
-        if work is not None:
-            work.ended()
-            _ = work.result
+        if work is None:
+            return
+        if not work.ends(_timeout_s(host)):
+            raise CheckpointError(
+                f"an asynchronous save must end before the pipeline is closed; {work.why_stuck}; check the file system"
+            )
+        _ = work.result
+
+    def _check_none_is_stuck(self) -> None:
+        """Raise CheckpointError if a save that was given up has still not ended, because it could disturb a new one."""
+        if self._left is not None and not self._left.ended(0):
+            raise CheckpointError(
+                f"a new save must not begin before the last one has ended; in the last one {self._left.why_stuck}; "
+                f"check the file system, and save again, or restart the run from an earlier checkpoint"
+            )
+        self._left = None
 
     def load(
         self, run: LiveRun, path: Any, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
@@ -176,6 +191,10 @@ class Saver:
         return _apply(run, *agreed(run.host, prepared))
 
 
+def _timeout_s(host: RankHost) -> float | None:
+    return host.timeout_s if isinstance(host, MeshRanks) else None
+
+
 def _folders(path: Path, run: LiveRun) -> list[Path]:
     return checkpoint_folders(path) if run.process == 0 else []
 
@@ -205,12 +224,14 @@ def _prepared(
 def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
     restoring.warn()
     states = in_all(run.host, lambda: restoring.extra_states(saved.read))
-    agreed(run.host, lambda: restoring.load_objects(states))  # before apply(), because this user code may raise
+    with Rollback() as rollback:
+        agreed(run.host, lambda: restoring.load_objects(states, rollback))
+        in_all(run.host, lambda: restoring.load_states(saved.read, rollback), stops=True)
 
     def apply() -> None:
         wait_for_devices(restoring.tensors)
         restoring.apply(saved.read)
         wait_for_devices(restoring.tensors)
 
-    in_all(run.host, apply)
+    in_all(run.host, apply, stops=True)
     return Restored(step=saved.facts.step, seed=saved.facts.seed, extra=states)

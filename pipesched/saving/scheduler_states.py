@@ -9,6 +9,7 @@ from pipesched.checks import shown
 from pipesched.errors import ArgumentError, CheckpointError
 from pipesched.saving.common_values import Encoded, encode, kept_here
 from pipesched.saving.live_run import LiveRun
+from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.state_encoding import decoded, tensor_keys
 
@@ -80,10 +81,20 @@ class SchedulerChanges:
                 )
         self.keys = {key for _, entry in self._changes for key in tensor_keys(entry["state"])}
 
-    def apply(self, read: Callable[[str], Tensor]) -> None:
-        """Load the states into the schedulers. ``read(key)`` returns the tensor with that key."""
+    def apply(self, read: Callable[[str], Tensor], rollback: Rollback) -> None:
+        """Load the states into the schedulers. ``read(key)`` returns the tensor with that key.
+
+        Raises CheckpointError if a scheduler raises an error.
+        """
         for scheduler, entry in self._changes:
-            scheduler.load_state_dict(decoded(entry["state"], read))
+            rollback.remember(scheduler.state_dict, scheduler.load_state_dict)
+            try:
+                scheduler.load_state_dict(decoded(entry["state"], read))
+            except Exception as error:
+                raise CheckpointError(
+                    f"a scheduler must load the state that it saved; load_state_dict of {type(scheduler).__qualname__} "
+                    f"raised {type(error).__name__}: {error}; leave scheduler= out, or load another checkpoint"
+                ) from error
 
 
 def _state(saved: SavedRun, states: Mapping[str, Any], name: str) -> Any:

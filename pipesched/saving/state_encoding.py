@@ -127,6 +127,15 @@ def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
     return reader(value, read)
 
 
+def _read_scalar(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise CheckpointError(
+            f"a saved tensor of shape {list(shape)} and {dtype} must have {math.prod(shape) * dtype.itemsize} bytes; "
+            f"got {len(data)}; save the checkpoint again"
+        )
+    return from_bytes(data, dtype, shape)
+
+
 def _read_array(own: Any, read: Callable[[str], Tensor]) -> Any:
     return np.frombuffer(read(own["array"]).numpy().tobytes(), _number(own["dtype"])).reshape(own["shape"]).copy()
 
@@ -143,7 +152,7 @@ _READERS: dict[frozenset[str], Callable[[Any, Callable[[str], Tensor]], Any]] = 
         (["tensor"], lambda own, read: read(own["tensor"])),
         (
             ["scalar", "dtype", "shape"],
-            lambda own, read: from_bytes(bytes.fromhex(own["scalar"]), dtype_of(own["dtype"]), tuple(own["shape"])),
+            lambda own, read: _read_scalar(bytes.fromhex(own["scalar"]), dtype_of(own["dtype"]), tuple(own["shape"])),
         ),
         (["number", "hex"], lambda own, read: np.frombuffer(bytes.fromhex(own["hex"]), _number(own["number"]))[0]),
         (["array", "dtype", "shape"], _read_array),

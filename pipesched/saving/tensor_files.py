@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import CheckpointError, DamagedCheckpointError
+from pipesched.progress import advance
 from pipesched.saving.chunks import Rows
 from pipesched.saving.manifest import FileEntry, TensorEntry
 
@@ -34,6 +35,8 @@ __all__ = [
 _LENGTH = Struct("<Q")
 _ALIGNED = 8  # the length of a header in bytes is a multiple of this number
 _LONGEST_HEADER = 1 << 32
+_BLOCK = 1 << 26  # bytes that are written, hashed or read at a time; each block is a sign of progress
+_BLOCKS_PER_FLUSH = 4  # blocks between two flushes to the disk, so that no flush takes long
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -133,12 +136,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text += b" " * (-len(text) % _ALIGNED)
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
+        blocks = 0
 
         def put(data: bytes | memoryview) -> None:
-            digest.update(data)
+            nonlocal blocks
             view = memoryview(data)
             while view:
-                view = view[file.write(view) :]
+                block = view[:_BLOCK]
+                block = block[: file.write(block)]
+                digest.update(block)
+                view = view[len(block) :]
+                blocks += 1
+                if blocks % _BLOCKS_PER_FLUSH == 0:
+                    os.fsync(file.fileno())
+                advance()
 
         put(_LENGTH.pack(len(text)) + text)
         for _, tensor in ordered:
@@ -227,7 +238,8 @@ class TensorFile:
             with self._path.open("rb", buffering=0) as file:
                 file.seek(begin)
                 while view:
-                    count = file.readinto(view)
+                    count = file.readinto(view[:_BLOCK])
+                    advance()
                     if not count:
                         raise DamagedCheckpointError(
                             f"a checkpoint's files must not change while it is loaded; {self._path} is too short; load "

@@ -11,30 +11,30 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
 
 from pipesched.errors import CheckpointError, MissingCheckpointError
+from pipesched.progress import advance
 from pipesched.saving.folders import commit, keep_newest, new_data_folder
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
 from pipesched.saving.saved_run import Part, merged_entries
 from pipesched.saving.tensor_files import sharding_info, write_tensors
-from pipesched.units import counted, quote_bytes
+from pipesched.saving.together import Others, OthersFailedError
+from pipesched.units import quote_bytes
 from pipesched.whole_files import write_whole
 
 __all__ = ["Target", "begin", "check_shared", "explained", "write"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
-_PATIENCE_S = 300.0  # the longest wait during which no other process writes a byte
-_HURRIED_S = 10.0  # the longest such wait after the pipeline has failed
+_HURRIED_S = 10.0  # after the pipeline has failed, the longest wait during which no other process writes a byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,10 @@ class Target:
     num_processes: int
     #: The indexes of the processes that write a part of the checkpoint.
     writers: tuple[int, ...]
+    #: The names of the processes in error messages.
+    names: Sequence[str]
+    #: How long the first process waits while no other process writes a byte, in seconds. Ignored for one process.
+    timeout_s: float
 
     @property
     def data_folder(self) -> Path:
@@ -79,19 +83,18 @@ def check_shared(target: Target) -> None:
         )
 
 
-def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
+def write(target: Target, part: Part, facts: Facts, others: Others) -> None:
     """Write this process's files. The first process then waits for the other writers, and replaces the manifest.
 
     Args:
         target: the paths and processes of the save.
         part: the part of the checkpoint that this process saves.
         facts: the step, seed, settings and plan of the run.
-        hurry: an event that is set after the pipeline has failed; the first process then waits only a short time for
-            the other processes.
+        others: what the main thread tells about the other processes.
 
     Raises:
-        CheckpointError: writing failed in this process. The first process also raises this error if writing failed in
-            another process. The previous checkpoint is intact.
+        CheckpointError: writing failed in this process. The previous checkpoint is intact.
+        OthersFailedError: writing failed in other processes. Only the first process raises this error.
 
     """
     name = _name(target.process)
@@ -99,17 +102,19 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
         if target.process in target.writers:
             with explained(target.folder):
                 _write_part(target, name, part)
+            advance()
     except CheckpointError as error:
         _report(target, error)
         if target.process:
             raise
         with suppress(CheckpointError):  # a full disk may have no room for this process's own report
-            _parts(target, hurry, others_only=True)
+            _parts(target, others, others_only=True)
         shutil.rmtree(target.data_folder, ignore_errors=True)
         raise
     if target.process == 0:
         try:
-            manifest = _manifest(target, facts, _parts(target, hurry))
+            manifest = _manifest(target, facts, _parts(target, others))
+            _check_wanted(target, others)
             with explained(target.folder):
                 commit(target.folder, manifest)
         except BaseException:
@@ -119,6 +124,12 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
         if target.keep is not None:
             with suppress(OSError):
                 keep_newest(target.path, target.keep, target.folder)
+
+
+def _check_wanted(target: Target, others: Others) -> None:
+    """Raise CheckpointError if the save was given up, so that it does not replace the manifest of a later save."""
+    if others.is_given_up:
+        raise CheckpointError(f"a save that was given up must not go on; {target.folder} keeps its checkpoint")
 
 
 def _is_replaceable(target: Target) -> bool:
@@ -160,45 +171,52 @@ def _report(target: Target, error: CheckpointError) -> None:
         write_whole(target.data_folder / f"{name}.failed", str(error).encode())
 
 
-def _parts(target: Target, hurry: Event, *, others_only: bool = False) -> dict[str, tuple[FileEntry, Any]]:
+def _parts(target: Target, others: Others, *, others_only: bool = False) -> dict[str, tuple[FileEntry, Any]]:
     """Wait for the value files of all writers, and return the files' entries and contents, keyed by file name.
 
     With ``others_only``, does not wait for the file of this process.
 
-    Raises CheckpointError if a process failed, or if no process has written anything for too long.
+    Raises OthersFailedError if a process failed, or if no process has written anything for too long.
     """
     found: dict[str, tuple[FileEntry, Any]] = {}
-    failed: list[str] = []
+    errors: dict[int, str] = {}
     waiting = {_name(process): process for process in target.writers if not others_only or process != target.process}
     pause_s = _FIRST_PAUSE_S
     progress: Any = None
     since_s = time.monotonic()
     while waiting:
         names = _listed(target.data_folder)
-        for name in [name for name in waiting if f"{name}.failed" in names or f"{name}.json" in names]:
-            process = waiting.pop(name)
+        for name, process in [*waiting.items()]:
+            path = target.data_folder / f"{name}.json"
             if f"{name}.failed" in names:
-                failed.append(f"rank {process}: {(target.data_folder / f'{name}.failed').read_text()}")
-            else:
-                path = target.data_folder / f"{name}.json"
+                errors[process] = path.with_suffix(".failed").read_text()
+            elif process in others.errors:
+                errors[process] = others.errors[process]
+            elif path.name in names:
                 data = path.read_bytes()
                 found[path.name] = FileEntry(len(data), hash_of(path)), parsed(data, path)
+            else:
+                continue
+            del waiting[name]
         if not waiting:
             break
+        _check_wanted(target, others)
         sizes = _sizes(target.data_folder)
         if sizes != progress:
             progress, since_s = sizes, time.monotonic()
-        patience_s = _HURRIED_S if hurry.is_set() else _PATIENCE_S
+        patience_s = min(target.timeout_s, _HURRIED_S) if others.has_failed() else target.timeout_s
         if time.monotonic() - since_s > patience_s:
-            raise CheckpointError(
-                f"all ranks must finish a save; of {counted(target.num_processes, 'rank')}, these have exited, or have "
-                f"written nothing for {patience_s:g} s: {', '.join(map(str, waiting.values()))}; the previous "
-                f"checkpoint is intact; load it"
+            late = ", ".join(target.names[process] for process in waiting.values())
+            raise OthersFailedError(
+                f"all ranks must finish a save; {late} failed: exited, or wrote nothing for {patience_s:g} s; the "
+                f"previous checkpoint is intact; load it"
             )
+        advance()  # this wait has a limit of its own
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    if failed:
-        raise CheckpointError(f"all ranks must finish a save; {'; '.join(failed)}")
+    if errors:
+        texts = [f"{target.names[process]} failed: {text}" for process, text in errors.items()]
+        raise OthersFailedError(f"all ranks must finish a save; {'; '.join(texts)}")
     return found
 
 

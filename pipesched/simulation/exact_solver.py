@@ -20,6 +20,7 @@ from pipesched.program.liveness import rank_limits
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
 from pipesched.program.validation import validate
+from pipesched.progress import progress_here
 from pipesched.simulation.best_known import best_known
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
@@ -233,7 +234,8 @@ class _JobShop:
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 1
         solver.parameters.max_deterministic_time = effort
-        status = solver.status_name(solver.solve(self._model))
+        with progress_here().bounded():  # by the effort
+            status = solver.status_name(solver.solve(self._model))
         found = [] if start is None else [start]
         if status in ("OPTIMAL", "FEASIBLE"):
             found += self._programs(solver)

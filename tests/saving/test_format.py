@@ -6,6 +6,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,13 @@ def test_killed_saves_and_changed_files() -> None:
 
 
 def _save_at_the_end(path: str) -> None:
-    """Begin a save that writes only after the main thread has ended."""
+    """Begin a save that writes only after the process has begun to exit."""
     write = writing.write_tensors
+    exits = threading.Event()
+    Finalize(None, exits.set, exitpriority=1000)
 
     def late(*args: Any) -> Any:
-        threading.main_thread().join()
+        exits.wait()
         return write(*args)
 
     writing.write_tensors = late

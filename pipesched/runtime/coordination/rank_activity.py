@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "different_methods",
     "doing_at",
     "said",
+    "user_line",
 ]
 
 #: The activity of a rank: it has raised an error ("raised"), runs the model's or the user's code ("works"), waits for
@@ -127,8 +129,8 @@ class Activity:
                 return COLLECTIVE, ""
             if file.startswith(_WAITING):
                 return "waits", ""
-            if not file.startswith((_OF_TORCH, "<")) and (_SITE_PACKAGES in file or not file.startswith(_OF_PYTHON)):
-                return "works", f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            if _is_of_user(file):
+                return "works", _line(frame)
             frame = frame.f_back
         return "works", ""
 
@@ -173,6 +175,23 @@ class Activity:
             for _, kind, microbatch, peer in done
             if peer is not None and kind in _GIVEN_BY
         }
+
+
+def user_line(thread: int | None) -> str:
+    """Return the innermost line of model, user or pipesched code that a thread runs; "" if there is none."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and not _is_of_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _line(frame)
+
+
+def _is_of_user(file: str) -> bool:
+    """Return whether a file belongs neither to torch nor to Python."""
+    return not file.startswith((_OF_TORCH, "<")) and (_SITE_PACKAGES in file or not file.startswith(_OF_PYTHON))
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def doing_at(error: BaseException) -> Doing:

@@ -116,7 +116,9 @@ class ProcessExecutor:
         self._courier = Courier(self.device)
         #: Encodes values other than tensors; decodes only types that were registered.
         self.encoding = Encoding((Action, Kind, Lane, Span))
-        self._alarm, connections = met(group, self.grid.named(names_of(group)), self.device, timeout_s)
+        #: The names of all ranks in error messages.
+        self.names = self.grid.named(names_of(group))
+        self._alarm, connections = met(group, self.names, self.device, timeout_s)
         self._activity = self._alarm.activity
         with self._stopping_all("the construction of a pipeline"):
             connections.connect()

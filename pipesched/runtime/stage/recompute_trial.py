@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipesched.capture.stage_body import call_with
 from pipesched.model.state_guard import same_bits, untouched
 from pipesched.program.checkpoint_options import LayerCheckpoint
+from pipesched.progress import advance
 from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_values
 from pipesched.runtime.stage.buffer_copies import buffers_of
 from pipesched.runtime.stage.recompute import RecomputedLayers
@@ -158,7 +159,9 @@ def _results(
         entered: dict[int, Tensor] = {}
         given = map_tensors(lambda tensor: entered.setdefault(id(tensor), copied(tensor)), (args, kwargs))
         with Intercept(random), random.outside(*_CALL):
-            return list(tensors_in(act(random, *given)))
+            results = list(tensors_in(act(random, *given)))
+        advance()
+        return results
 
     with untouched(layer, layer.training), torch.enable_grad():
         outputs = called(0)
