@@ -1,6 +1,7 @@
 """Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -968,6 +969,8 @@ class Pipeline(SavingInterface):
         Deleting the pipeline stops the ranks without finishing the steps. The model keeps its weights. Under a mesh the
         model lacks the weights that other ranks trained; see ``gather_model``.
         """
+        if sys.is_finalizing():  # called by a __del__; the ranks have already been stopped
+            return
         host = self._running.host
         with ExitStack() as stack:
             stack.callback(host.close)

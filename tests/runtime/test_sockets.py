@@ -2,16 +2,20 @@
 
 import json
 import os
+import resource
 import socket
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import distributed
 
+from pipesched.runtime.coordination.failure_alarm import Alarm
+from pipesched.runtime.coordination.strangers import STRANGERS, Strangers
 from pipesched.runtime.transport import sockets
 from pipesched.runtime.transport.sockets import SocketPort
 
@@ -164,8 +168,11 @@ def test_strangers_that_leave_or_reset_are_forgotten(ports: list[SocketPort], st
     assert not second._greeting
 
 
-def test_of_silent_strangers_only_so_many_are_held(ports: list[SocketPort], strangers: Any) -> None:
+def test_of_silent_strangers_only_so_many_are_held(
+    ports: list[SocketPort], strangers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest gives way."""
+    monkeypatch.setattr(Strangers, "most", 40)
     first, second = ports
     come = strangers(second, 100)
     first.sender(1, 0)((b"friend",), 6)
@@ -173,8 +180,36 @@ def test_of_silent_strangers_only_so_many_are_held(ports: list[SocketPort], stra
     second._timeout_s = 0.3
     with pytest.raises(RuntimeError, match="Timed out"):
         read(second, 0, 1, 1)
-    assert 0 < len(second._greeting) <= sockets._MOST_GREETING
+    assert 0 < len(second._greeting) <= 40
     assert all(map(is_ended, come[:50]))
+
+
+def test_the_listeners_of_a_process_share_one_limit(strangers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen listeners with thirty strangers each: all of them together hold a quarter of the file descriptors."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (160, 160))
+    store = distributed.HashStore()
+    ports = [SocketPort(distributed.PrefixStore(str(at), store), 1, "127.0.0.1", 0.2) for at in range(8)]
+    alarms = [Alarm(SimpleNamespace(rank=lambda: 0, size=lambda: 1), ["rank 0"], "127.0.0.1", 1.0) for _ in range(8)]
+    try:
+        for port in ports:
+            strangers(port, 30)
+            with pytest.raises(RuntimeError, match="Timed out"):
+                read(port, 0, 1, 1)
+            assert len(STRANGERS) <= 40
+        for alarm in alarms:
+            here = [socket.create_connection(alarm._listener.server.getsockname()) for _ in range(30)]
+            here[-1].sendall(b"x" * (1 << 17))  # dismissed once it has been read, and so have all before it
+            assert is_ended(here[-1])
+            assert len(STRANGERS) <= 40
+            [one.close() for one in here]
+        held = sum(len(port._greeting) for port in ports) + sum(len(alarm._listener._callers) for alarm in alarms)
+        assert held <= 40
+    finally:
+        for alarm in alarms:
+            alarm.end()
+        for port in ports:
+            port.close()
+    assert len(STRANGERS) == 0
 
 
 def test_a_wait_has_one_end_whoever_comes_meanwhile(ports: list[SocketPort], strangers: Any) -> None:

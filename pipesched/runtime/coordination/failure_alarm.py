@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipesched.runtime.coordination.failure_notices import LONGEST, Address, Fau
 from pipesched.runtime.coordination.rank_activity import ENDED, Activity, Doing, State, blamed, different_methods
 from pipesched.runtime.coordination.rendezvous import AbsentError, ranks_of
 from pipesched.runtime.coordination.stores import Store, StoreLostError, asked, missing
+from pipesched.runtime.coordination.strangers import STRANGERS
 from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
@@ -37,7 +39,8 @@ _WORD_BYTES = 32
 _WATCH = b"watch\n"  # the sender watches the receiver
 _LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # longest description of a failure in characters, so that a message fits in LONGEST bytes
-_CALLERS = 256  # the maximum number of open connections
+_WATCHERS = 128  # the maximum number of watchers
+_BACKLOG = 256
 _MAKING = "the construction of a pipeline"  # the activity that a rank reports while it constructs a pipeline
 _PEOPLE = "pipesched/alarms"  # key in the job's store for the number of announced addresses
 _SIGNED_OFF = "signed off"  # suffix of the key that a rank sets in the job's store when it closes its pipeline
@@ -54,7 +57,7 @@ class _Listener:
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.server = socket.create_server((host, 0), family=family, backlog=_CALLERS)
+        self.server = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
         self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
@@ -120,10 +123,13 @@ class _Listener:
                     self._stuck.look(self._name, str(self.fault))
 
     def _leave(self) -> None:
-        for caller in self._callers:
-            with caller, suppress(OSError):
-                if caller in self._watchers:
-                    caller.send(_LEFT)
+        with STRANGERS.lock:
+            for caller in self._callers:
+                STRANGERS.remove(caller)
+                with caller, suppress(OSError):
+                    if caller in self._watchers:
+                        caller.send(_LEFT)
+            self._callers.clear()
         if self.watched is not None:
             self.watched[0].close()
 
@@ -145,23 +151,28 @@ class _Listener:
             self.hang_up()
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError):
-            caller, _ = self.server.accept()
+        with suppress(OSError), STRANGERS.lock:
+            caller = STRANGERS.accepted(self.server)
+            if caller is None:
+                return
             caller.setblocking(False)
-            if len(self._callers) == _CALLERS:  # close the oldest connection that is not a watcher's
-                self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
+            STRANGERS.admit(caller, partial(self._dismiss, selector, caller))
             self._callers[caller] = bytearray()
             selector.register(caller, selectors.EVENT_READ)
 
     def _dismiss(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        selector.unregister(caller)
-        caller.close()
-        del self._callers[caller]
-        self._watchers.discard(caller)
+        with STRANGERS.lock:
+            STRANGERS.remove(caller)
+            self._watchers.discard(caller)
+            if self._callers.pop(caller, None) is not None:
+                selector.unregister(caller)
+                caller.close()
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
         """Read from a connection. Once a fault has arrived, record it, reply with this rank's state, and disconnect."""
-        said = self._callers[caller]
+        said = self._callers.get(caller)
+        if said is None:  # another listener of this process has closed the connection
+            return
         try:
             part = caller.recv(LONGEST)
         except BlockingIOError:
@@ -172,8 +183,9 @@ class _Listener:
         if part and not said.endswith(b"\n") and len(said) <= LONGEST:
             return
         known = secrets.compare_digest(said[:_WORD_BYTES], self.word)
-        if part and known and said[_WORD_BYTES:] == _WATCH and len(self._watchers) < _CALLERS / 2:
+        if part and known and said[_WORD_BYTES:] == _WATCH and len(self._watchers) < _WATCHERS:
             self._watchers.add(caller)
+            STRANGERS.remove(caller)
             return
         if part and known:
             with suppress(OSError, ValueError, TypeError, RecursionError):

@@ -28,6 +28,7 @@ __all__ = [
     "blamed",
     "different_methods",
     "doing_at",
+    "is_in_call",
     "said",
     "user_line",
 ]
@@ -50,6 +51,10 @@ _PIPESCHED = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _WAITING = tuple(
     os.path.join(_PIPESCHED, *name.split("."), "")
     for name in ("program", "runtime.coordination", "runtime.executors", "runtime.reductions", "runtime.transport")
+)
+#: The packages whose code waits for other processes.
+_WAITING_ELSEWHERE = tuple(
+    os.path.join(_PIPESCHED, "runtime", name, "") for name in ("coordination", "reductions", "transport")
 )
 _GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
 
@@ -183,6 +188,14 @@ def user_line(thread: int | None) -> str:
     while frame is not None and not _is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else _line(frame)
+
+
+def is_in_call(thread: int) -> bool:
+    """Return whether a thread runs code of pipesched that does not wait for another process."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PIPESCHED):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_WAITING_ELSEWHERE)
 
 
 def _is_of_user(file: str) -> bool:

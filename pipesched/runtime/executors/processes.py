@@ -38,6 +38,7 @@ from pipesched.model.agreement import Facts, differences
 from pipesched.program.actions import Action, Kind, Lane
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
+from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, doing_at, said
 from pipesched.runtime.coordination.rendezvous import names_of
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
@@ -130,6 +131,7 @@ class ProcessExecutor:
         with self._one_at_a_time("the construction of a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
+        EXIT.watch()
         if len(self.grid.rows) > 1:
             receive = WeakMethod(self._receive_last)
             at_exit = partial(_call, receive)
@@ -521,6 +523,7 @@ class ProcessExecutor:
 
     @contextmanager
     def _one_at_a_time(self, call: str, *, by_heartbeat: bool = False) -> Iterator[None]:
+        EXIT.check()
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(

@@ -25,6 +25,7 @@ from pipesched.errors import ExecutionError
 from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children
+from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.executors.device_streams import DeviceStreams, Message, streams_for
 from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
@@ -97,6 +98,7 @@ class ThreadRun:
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Queue the next part of every rank's order. A rank starts the part once its previous part has ended."""
+        EXIT.check()
         for streams in self.bound.streams_of_rank:
             if streams.has_streams:
                 streams.follow()
@@ -284,6 +286,7 @@ class ThreadExecutor:
         self._threads = _start_threads(self._jobs, intra_op_threads)
         self._under_way: list[ref[ThreadRun]] = []  # the run that the threads may be executing
         self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
+        EXIT.watch()
         self._last: ThreadRun | None = None
         self._kept: dict[int, BoundProgram] = {}
         self._forked = Forked()
@@ -354,6 +357,7 @@ class ThreadExecutor:
         Raises the same errors as ``run``. ``bound`` is the program, already bound to its stages. Default: ``begin``
         binds the program. ``values`` is not used, because all ranks get one batch.
         """
+        EXIT.check()
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(

@@ -13,11 +13,9 @@ as long as in a loop.
 
 A connection is accepted after a greeting, which proves that the sender has read the receiver's secret from the store.
 The receiver reads the greetings of all new connections as their bytes arrive, so no connection can block the receiver.
-New connections occupy a limited number of slots. When the slots are full, the oldest connection without a complete
-greeting is closed.
+The number of connections without a complete greeting is limited (`pipesched.runtime.coordination.strangers`).
 """
 
-import errno
 import json
 import os
 import secrets
@@ -34,13 +32,13 @@ from queue import SimpleQueue
 from struct import Struct
 from typing import Any, NamedTuple
 
-from pipesched.runtime.coordination.stores import Store, awaited_value
+from pipesched.runtime.coordination.stores import Store, StoreLostError, awaited_value
+from pipesched.runtime.coordination.strangers import STRANGERS
 
 __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that the sender has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # limit on connections without a complete greeting; beyond the limit, the oldest is closed
 _TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
 _GLANCE_S = 0.1  # time between two checks of whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
@@ -123,7 +121,7 @@ class _Sender:
                 sent = self.connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except (BlockingIOError, TimeoutError):
             sent = 0
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, StoreLostError):
             return None
         except OSError as error:
             raise RuntimeError(str(error)) from None
@@ -231,7 +229,6 @@ class SocketPort:
             self._listeners.append(_listener(self._name))
         self._selector = selectors.DefaultSelector()
         self._greeting: dict[socket.socket, bytearray] = {}  # bytes received so far of each greeting, oldest first
-        self._lock = threading.Lock()  # one thread may wait for a shared value while another runs a step
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept_next, listener))
@@ -271,7 +268,7 @@ class SocketPort:
             if left_s <= 0:
                 raise RuntimeError("Timed out")
             ready = self._selector.select(min(left_s, _GLANCE_S))
-            with self._lock:
+            with STRANGERS.lock:  # also because one thread may wait for a shared value while another runs a step
                 for key, _ in ready:
                     try:
                         key.data()
@@ -281,20 +278,13 @@ class SocketPort:
 
     def _accept_next(self, listener: socket.socket) -> None:
         """Accept the next connection on a listener, and read the available bytes of all incomplete greetings."""
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # accepted by another thread, or closed
-            return
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
-                raise
-            self._refuse(next(iter(self._greeting)))  # frees a file descriptor for the next connection
+        connection = STRANGERS.accepted(listener)
+        if connection is None:
             return
         if _is_in_memory(connection) and not _is_own_user(connection):
             connection.close()
             return
-        if len(self._greeting) >= _MOST_GREETING:
-            self._refuse(next(iter(self._greeting)))
+        STRANGERS.admit(connection, partial(self._refuse, connection))
         connection.setblocking(False)
         self._greeting[connection] = bytearray()
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read_greeting, connection))
@@ -318,6 +308,7 @@ class SocketPort:
         rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
         known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
         if known and (rank, tag) not in self._accepted:  # a second valid greeting was overheard and replayed
+            STRANGERS.remove(connection)
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
@@ -328,6 +319,7 @@ class SocketPort:
             self._refuse(connection)
 
     def _refuse(self, connection: socket.socket) -> None:
+        STRANGERS.remove(connection)
         self._selector.unregister(connection)
         del self._greeting[connection]
         connection.close()
@@ -345,8 +337,11 @@ class SocketPort:
         """Close all connections; bytes already sent still arrive if the other end reads them soon."""
         for sender in self._senders.values():
             sender.close()
-        self._selector.close()
-        for end in [*self._listeners, *self._greeting, *self._accepted.values()]:
+        with STRANGERS.lock:
+            for connection in [*self._greeting]:
+                self._refuse(connection)
+            self._selector.close()
+        for end in [*self._listeners, *self._accepted.values()]:
             end.close()
 
 

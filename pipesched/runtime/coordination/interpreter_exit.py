@@ -1,0 +1,54 @@
+"""Interpreter exit: lets the user's daemon threads leave a step before Python exits.
+
+While Python exits, a daemon thread that returns from a torch operation is ended inside torch's C++ code, which aborts
+the process. So the exit waits until no such thread is inside a call of a pipeline, and a thread that makes another
+call stops there, without an error, because nobody can handle the error any more.
+"""
+
+import atexit
+import threading
+import time
+
+from pipesched.runtime.coordination.rank_activity import is_in_call
+
+__all__ = ["EXIT", "InterpreterExit"]
+
+_PATIENCE_S = 60.0  # the longest time that the exit waits for calls in progress
+_CALM_S = 0.2  # how long no thread may have run a call; a loop is outside its calls only briefly
+_PAUSE_S = 0.01
+_OWN = "pipesched"  # the first letters of the names of pipesched's own threads, which end in their own ways
+
+
+class InterpreterExit:
+    """Whether Python has begun to exit."""
+
+    begun = False
+
+    def watch(self) -> None:
+        """Wait for calls in progress when Python exits. Call this again after registering other exit functions."""
+        atexit.unregister(self._begin)
+        atexit.register(self._begin)  # the function that was registered last runs first
+
+    def check(self) -> None:
+        """Stop the calling thread for ever if Python exits and this is a daemon thread of the user."""
+        if self.begun and threading.current_thread() in _daemons():
+            while True:
+                time.sleep(_PATIENCE_S)
+
+    def _begin(self) -> None:
+        self.begun = True
+        end_s = time.monotonic() + _PATIENCE_S
+        calm_s = time.monotonic()
+        while time.monotonic() < min(end_s, calm_s + _CALM_S) and _daemons():
+            if any(is_in_call(thread.ident or 0) for thread in _daemons()):
+                calm_s = time.monotonic()
+            time.sleep(_PAUSE_S)
+
+
+def _daemons() -> list[threading.Thread]:
+    """Return the user's daemon threads. Python itself has waited for other threads before."""
+    return [thread for thread in threading.enumerate() if thread.daemon and not thread.name.startswith(_OWN)]
+
+
+#: The exit of this process.
+EXIT = InterpreterExit()
