@@ -1,6 +1,6 @@
 """Faults: makes one rank fail, and checks that the other ranks end in time, with errors that name this rank.
 
-    python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
+    python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only EXPRESSION] [--every N]
 
 Every fault is injected in every part of a script. One setup has a pipeline of 3 ranks, and every fault hits every rank.
 The other setups have 2 replicas of 2 ranks, and each fault hits only one rank, a different one in turn. Either FSDP2's
@@ -10,10 +10,12 @@ or in rank 0.
 
 A survivor is late if it has neither raised an error nor ended within the timeout plus 5 s. A survivor's error is right
 if it names only the failing rank. --quick runs a few cases of each setup; --side-by-side sets the number of cases that
-run at the same time; --only runs the cases whose description contains TEXT.
+run at the same time; --only runs the cases whose description matches a regular expression; --every runs only every
+Nth of them.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from pathlib import Path
 from measure import machine
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.support.jobs.faults import FAULTS, PHASES, STORES, Case
+from tests.support.jobs.faults import FAULTS, PHASES, SAVING, STORES, Case, can_happen
 from tests.support.run_faults import Outcome, outcomes
 
 LAYOUTS = {
@@ -43,9 +45,11 @@ def cases(quick: bool) -> Iterator[Case]:
     """
     for store, num_ranks, replicas, by in LAYOUTS:
         for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
-            ranks = [(turn + turn // len(FAULTS)) % num_ranks] if replicas > 1 or quick else range(num_ranks)
+            writing = num_ranks // replicas if phase in SAVING and by == "replicate" else num_ranks  # replica 0 writes
+            ranks = [(turn + turn // len(FAULTS)) % writing] if replicas > 1 or quick else range(num_ranks)
+            made = [Case(fault, phase, rank, store, num_ranks, replicas, by) for rank in ranks]
             if not quick or turn % 13 == 0:
-                yield from (Case(fault, phase, rank, store, num_ranks, replicas, by) for rank in ranks)
+                yield from filter(can_happen, made)
 
 
 def main() -> None:
@@ -55,8 +59,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument("--side-by-side", type=int, default=1)
     parser.add_argument("--only", default="")
+    parser.add_argument("--every", type=int, default=1)
     args = parser.parse_args()
-    chosen = [case for case in cases(args.quick) if args.only in str(case)]
+    chosen = [case for case in cases(args.quick) if re.search(args.only, str(case))][:: args.every]
     results = outcomes(chosen, args.timeout, args.side_by_side, patience_s=120.0 * (1 + len(chosen)))
     print(f"{machine()}; timeout {args.timeout:g} s\n")
     print(

@@ -68,8 +68,9 @@ def test_measuring_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
     assert ranks.run(2, jobs.measures_for_long, "ends") == ["nothing", "nothing"]
 
 
-def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks) -> None:
-    _, other = ranks.run(2, jobs.measures_for_long, "hangs")
+@pytest.mark.parametrize("how", ["hangs", "spins"])
+def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks, how: str) -> None:
+    _, other = ranks.run(2, jobs.measures_for_long, how)
     assert "rank 0 failed: it has been in " in other
     assert " in measured; rank 1 noticed: " in other
 

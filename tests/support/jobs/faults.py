@@ -1,5 +1,6 @@
 """Jobs for run_faults.py: each rank is a forked process that runs a training script, and one rank fails."""
 
+import errno
 import json
 import os
 import signal
@@ -16,13 +17,16 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import pipesched
 from pipesched import Distributed, Pipeline
 from pipesched.runtime.executors import processes as executor
+from pipesched.saving import manifest
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
 STORES = ("of its own", "rank 0")  # the process that runs the TCPStore: one of its own, or rank 0
-FAULTS = ("raise", "SIGKILL", "SIGSTOP", "sys.exit(3)", "os._exit(0)", "hang")
+FAULTS = ("raise", "SIGKILL", "SIGSTOP", "sys.exit(3)", "os._exit(0)", "hang", "poll", "spin", "full disk")
 PHASES = (
+    "tune",
     "before construction",
     "while capturing",
     "while measuring",
@@ -32,9 +36,18 @@ PHASES = (
     "later forward",
     "update",
     "evaluate",
+    "save",
+    "save in the background",
+    "get_extra_state",
+    "load",
+    "set_extra_state",
     "state dict",
     "close",
 )
+
+
+#: The phases in which a run is saved or loaded.
+SAVING = PHASES[PHASES.index("save") : PHASES.index("state dict")]
 
 
 class Case(NamedTuple):
@@ -75,7 +88,25 @@ class Fuse:
             sys.exit(3)
         elif self._fault == "os._exit(0)":
             os._exit(0)
+        elif self._fault == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        while self._fault == "spin":
+            pass
+        while self._fault == "poll":
+            time.sleep(0.001)
         time.sleep(1000)
+
+
+def can_happen(case: "Case") -> bool:
+    """Return whether a fault can happen in a setup.
+
+    A disk can be full only while something is written. pipesched does not save DTensors, and tunes only one pipeline.
+    """
+    if case.fault == "full disk" and case.phase not in ("save", "save in the background"):
+        return False
+    if case.replicas > 1 and case.by == "fully_shard":
+        return case.phase not in SAVING
+    return case.replicas == 1 or case.phase != "tune"
 
 
 class _Backward(torch.autograd.Function):
@@ -103,6 +134,13 @@ class Layer(nn.Module):
         time.sleep(self.pause_s)
         self.fuse.at(self.names[0])
         return _Backward.apply(self.linear(x), lambda: self.fuse.at(self.names[1]))  # type: ignore[no-untyped-call,no-any-return]
+
+    def get_extra_state(self) -> Any:
+        self.fuse.at("get_extra_state")
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        self.fuse.at("set_extra_state")
 
     def __deepcopy__(self, memo: Any) -> "Layer":
         return self
@@ -149,6 +187,10 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
             layer.pause_s = 0.01 if mesh["pp"].get_local_rank() == 0 else 0.0
         signal.signal(signal.SIGALRM, lambda *_: fuse.at("while measuring"))
         signal.setitimer(signal.ITIMER_REAL, 0.4)
+    if case.phase == "tune":
+        name("tune")
+        options = {"loss_fn": nn.functional.mse_loss, "target": x[:2], "timeout": timeout_s}
+        pipesched.tune(model, x[:2], mesh=mesh["pp"], batch_size=ROWS, schedule="1f1b", **options)
     pipe = Pipeline(
         model,
         x[: ROWS // MICROBATCHES],
@@ -170,10 +212,26 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         pipe.step(x, target=x)
     name("evaluate")
     pipe.evaluate(x, target=x).item()
+    if case.phase in SAVING:
+        save_and_load(pipe, case, fuse, str(said.with_name("checkpoint")), lambda: pipe.step(x, target=x))
     fuse.at("state dict")
     pipe.full_state_dict()
     fuse.at("close")
     pipe.close()
+
+
+def save_and_load(pipe: Pipeline, case: Case, fuse: Fuse, folder: str, step: Callable[[], Any]) -> None:
+    """Save twice, the second time in the background, and load. A fault of a disk occurs when a file is flushed."""
+    flush, hash_of = os.fsync, manifest.hash_of
+    phase = case.phase if case.phase == "save in the background" else "save"
+    os.fsync = lambda file: (fuse.at(phase), flush(file))[1]
+    manifest.hash_of = lambda path: (fuse.at("load"), hash_of(path))[1]
+    if phase == "save":
+        pipe.save(folder)
+    pipe.save(folder, asynchronous=True)
+    for _ in range(3):
+        step()
+    pipe.load(folder)
 
 
 def _store_in_rank_0(rank: int, said: Path) -> Any:

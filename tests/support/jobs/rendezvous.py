@@ -14,6 +14,7 @@ import pipesched
 from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.profiling import layered_costs
+from pipesched.progress import advance
 from pipesched.runtime.executors import processes as distributed_executor
 from pipesched.testing import reference_step
 from tests.support.models import mixed_model
@@ -103,7 +104,8 @@ def measures_for_long(group: Any, how: str) -> str:
     """Return the error on this rank if rank 0 measures layers for longer than the timeout.
 
     how: "ends" (the measurement succeeds), "fails" (the measurement raises an error), "stops" (rank 0 sends nothing
-    more, as if its process were stopped) or "hangs" (a single call takes longer than the timeout).
+    more, as if its process were stopped), "hangs" (a single call takes longer than the timeout), or "spins" (a single
+    call uses processor time for longer than the timeout).
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -112,10 +114,14 @@ def measures_for_long(group: Any, how: str) -> str:
     def measured(*args: Any, **kwargs: Any) -> Any:
         if how == "hangs":
             time.sleep(6)
+        begin_s = time.monotonic()
+        while how == "spins" and time.monotonic() - begin_s < 6:
+            pass
         if how == "stops":
             distributed_executor.ProcessExecutor.deal = lambda *_, **__: None  # send nothing, like a stopped process
         for _ in range(40):
             time.sleep(0.1)
+            advance()
         if how == "fails":
             raise OSError("no layer today")
         return real(*args, **kwargs)
