@@ -45,6 +45,7 @@ _FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its st
 _CLIMBED = 2_100_000  # the maximum total number of actions of the list schedules of rule search, at effort 1
 _CHANGES = 16_000  # the number of orders that periodic search evaluates, at effort 1
 _CHANGED = 24_000_000  # the maximum total number of actions of these orders, at effort 1
+_LONGEST_S = 20.0  # how long a search of effort 1 takes in plain Python, at most
 _FEW_CHANGES = 500  # periodic search is skipped if it could evaluate fewer orders than this
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, a search does not start from schedules that search too
@@ -115,22 +116,26 @@ def searched_orders(
     """
     if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
         raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
-    from pipesched.program.search.search import search  # here, because the module imports numba
+    from pipesched.program.search.compiled import MACHINE_CODE  # here, because the modules import numpy
+    from pipesched.program.search.search import search
 
     of_each = _of_each_microbatch(shape, costs)
     resources = _resources(shape, of_each, limits)
-    problem = _problem(shape, of_each, resources)
     passed: dict[str, Any] = {"costs": of_each[0] if costs is not None and len(set(map(id, of_each))) == 1 else None}
     passed |= {"max_in_flight": limits["max_in_flight"] if is_count(limits["max_in_flight"]) else None}
     known = [_codes(program) for program in _known(shape, starts, passed)]
     actions = 3 * shape.num_stages * shape.num_microbatches
-    found = search(
-        problem,
-        known,
-        steps=num_steps(actions, effort),
-        lists=num_lists(actions, effort),
-        climbs=_climbs(shape, effort),
-        changes=num_changes(3 * shape.num_stages * num_evaluated(shape.num_ranks, shape.num_microbatches), effort),
+    evaluated = 3 * shape.num_stages * num_evaluated(shape.num_ranks, shape.num_microbatches)
+    found = MACHINE_CODE.run(
+        lambda: search(
+            _problem(shape, of_each, resources),
+            known,
+            steps=num_steps(actions, effort),
+            lists=num_lists(actions, effort),
+            climbs=_climbs(shape, effort),
+            changes=num_changes(evaluated, effort),
+        ),
+        expected_s=_LONGEST_S * effort,
     )
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)

@@ -19,7 +19,7 @@ DRAWS = 1024
 _ONE = 1 << 16  # fixed point: 1.0
 _STAGES = 64  # the number of temperatures of a run
 #: -ln(u) for equally likely values of u between 0 and 1, in fixed point.
-_PATIENCE = whole(round(-math.log((draw + 0.5) / DRAWS) * _ONE) for draw in range(DRAWS))
+_PATIENCE = [round(-math.log((draw + 0.5) / DRAWS) * _ONE) for draw in range(DRAWS)]
 _NEAR, _FAR = 3, 24  # the maximum distance in slots of a short and of a long move
 
 
@@ -97,7 +97,7 @@ def run_of(orders: Sequences, makespan: int, cooling: Cooling, goal: int) -> Run
     ratio = cooling.cold / cooling.hot
     heats = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
     heat = whole(round(value * 256) for value in heats)
-    return Run(makespan, goal, max(1, cooling.steps // _STAGES), heat, _PATIENCE)
+    return Run(makespan, goal, max(1, cooling.steps // _STAGES), heat, whole(_PATIENCE))
 
 
 @compiled

@@ -28,8 +28,8 @@ from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["RuleSearch"]
 
-_FILLINGS = whole((-1, 0, 77, 179, 256, 512, 1024))
-_PATIENCES = whole((0, 77, 128, 200))
+_FILLINGS = (-1, 0, 77, 179, 256, 512, 1024)
+_PATIENCES = (0, 77, 128, 200)
 
 
 class _Run(NamedTuple):
@@ -92,7 +92,7 @@ class RuleSearch:
         """
         if self.makespan == UNFIT:
             return 0
-        run = _Run(self._choices, _FILLINGS, _PATIENCES, self._widest, self.makespan, goal, steps)
+        run = _Run(self._choices, whole(_FILLINGS), whole(_PATIENCES), self._widest, self.makespan, goal, steps)
         memory = self._tables, self._progress, self._random
         self.makespan, ran = _climb(*memory, self.rule, self._trial, self._current, self.orders, run)
         return ran
