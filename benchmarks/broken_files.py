@@ -9,7 +9,9 @@ whole file (long). Identical seeds produce identical files.
     python benchmarks/broken_files.py --only plan --show 3   # three messages of each outcome
 
 Each file is read in a separate process with a limit of ``--limit`` seconds, and the result is used: programs are
-validated, simulated and run by fake stages, profiles are partitioned, plans explained, traces drawn.
+validated, simulated and run by fake stages, profiles are partitioned, plans explained, traces drawn. The hashes of a
+checkpoint are made right again after the change, so that the reader sees it; a load that is refused must change
+nothing.
 """
 
 import argparse
@@ -27,10 +29,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import signed_checkpoints
 import valid_files
 from file_changes import changed_bytes, changed_value, changed_words
 
@@ -213,6 +216,13 @@ def _read_weights(path: Path) -> None:
             raise Wrong(f"{name} is read from a file outside the index's folder")
 
 
+def _load_changed(kind: str, file: str, path: Path) -> None:
+    try:
+        signed_checkpoints.load_changed(kind, file, path)
+    except signed_checkpoints.RefusedButChangedError as error:
+        raise Wrong(str(error)) from error
+
+
 SORTS = [
     Sort("program, text", valid_files.programs, _read_program, ".txt"),
     Sort("program, CSV", valid_files.tables, _read_program, ".csv"),
@@ -230,6 +240,16 @@ SORTS = [
     Sort("schedule options", valid_files.options, _read_options),
     Sort("safetensors index", valid_files.index, _read_weights, ".safetensors.index.json"),
     Sort("safetensors", lambda: [valid_files.weights("a"), valid_files.weights("b")], _read_weights, ".safetensors"),
+    *(
+        Sort(
+            f"checkpoint {kind}, {file}",
+            partial(signed_checkpoints.seeds, kind, file),
+            partial(_load_changed, kind, file),
+            ".safetensors" if file == "tensors" else ".json",
+        )
+        for kind in signed_checkpoints.KINDS
+        for file in ("manifest", "values", "tensors")
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from pipesched.errors import ArgumentError, CheckpointError
 from pipesched.saving.common_values import Encoded, kept_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.names import model_name
-from pipesched.saving.rollback import Rollback
+from pipesched.saving.rollback import Rollback, noted
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.saved_values import blank_reader
 from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
@@ -204,7 +204,8 @@ class ExtraChanges:
         for name, value in self._objects.items():
             if callable(getattr(value, "state_dict", None)):
                 rollback.remember(value.state_dict, value.load_state_dict)
-            value.load_state_dict(states[name])
+            with noted(f"the object {name!r} in extra="):
+                value.load_state_dict(states[name])
 
     @property
     def left(self) -> list[str]:

@@ -13,7 +13,7 @@ from pipesched.saving.chunks import Rows
 from pipesched.saving.extra_states import ExtraChanges, as_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, OptimizerChanges, as_optimizers
-from pipesched.saving.rollback import Rollback
+from pipesched.saving.rollback import Rollback, noted
 from pipesched.saving.saved_run import Read, SavedRun
 from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
 from pipesched.saving.state_encoding import decoded, tensor_keys
@@ -98,7 +98,7 @@ class Restoring:
         unknown = next((key for key in self.needed if key not in saved.entries), None)
         if unknown is not None:
             raise CheckpointError(
-                f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {unknown!r}; "
+                f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {shown(unknown)}; "
                 f"save the checkpoint again"
             )
 
@@ -261,7 +261,8 @@ class Restoring:
         """Load module states, the scaler, the options of optimizers, and schedulers. This calls the user's code."""
         for module, value in self._modules:
             rollback.remember(module.get_extra_state, module.set_extra_state)
-            module.set_extra_state(decoded(value, read))
+            with noted(f"a module of class {type(module).__qualname__}"):
+                module.set_extra_state(decoded(value, read))
             advance()
         if self._run.scaler is not None:
             rollback.remember(self._run.scaler.state_dict, self._run.scaler.load_state_dict)

@@ -25,6 +25,9 @@ _Check = Callable[[Any, str, _Read], None]
 _MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
 
 
+_QUOTED = 200  # how many characters of an error a message quotes
+
+
 class _WrongError(Exception):
     """A value does not have its form."""
 
@@ -83,7 +86,7 @@ def _encoded(value: Any, place: str, read: _Read) -> None:
     try:
         decoded(value, read)
     except (*_MISTAKES, CheckpointError) as error:
-        raise _WrongError(f"{place} cannot be decoded ({type(error).__name__}: {error})") from error
+        raise _WrongError(f"{place} cannot be decoded ({type(error).__name__}: {str(error)[:_QUOTED]})") from error
 
 
 def _state(value: Any, place: str, read: _Read) -> None:

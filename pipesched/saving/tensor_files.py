@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipesched.checks import shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError
 from pipesched.progress import advance
 from pipesched.saving.chunks import Rows
@@ -207,12 +208,15 @@ class TensorFile:
         offsets: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
         size = math.prod(shape) * dtype.itemsize
         is_pair = isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)
+        code = _CODES.get(dtype)
+        described = [_BYTES, [size]] if code is None else [code, list(shape)]
+        is_same = isinstance(entry, dict) and [entry.get("dtype"), entry.get("shape")] == described
         is_inside = is_pair and offsets[0] >= 0 and self._start + offsets[1] <= self._size
-        if is_inside and offsets[1] - offsets[0] == size:
+        if is_same and is_inside and offsets[1] - offsets[0] == size:
             return int(self._start + offsets[0])
         raise DamagedCheckpointError(
             f"a checkpoint must hold every tensor that its manifest lists; {self._path} does not have tensor "
-            f"{key!r} of {size:,} bytes; load another checkpoint"
+            f"{shown(key)}, {dtype_name(dtype)} of shape {list(shape)}, {size:,} bytes; load another checkpoint"
         )
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], rows: Rows | None = None) -> Tensor:

@@ -4,6 +4,7 @@ Work fails not only with an exception, but also if it makes no progress for the 
 (`pipesched.progress`), for example because a network file system does not respond.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pipesched.runtime.coordination.rank_activity import user_line
 from pipesched.runtime.rank_host import MeshRanks, RankHost
 from pipesched.user_warning import warn
 
-__all__ = ["Others", "OthersFailedError", "Work", "agreed", "in_all", "together"]
+__all__ = ["Others", "OthersFailedError", "StuckError", "Work", "agreed", "in_all", "together"]
 
 T = TypeVar("T")
 
@@ -30,6 +31,10 @@ _AT_EXIT = 100
 
 class OthersFailedError(CheckpointError):
     """The work of this process failed because of other processes, whose own errors are more important."""
+
+
+class StuckError(CheckpointError):
+    """The work of a process makes no progress. All processes raise this error."""
 
 
 #: The errors that all processes raise, most important first.
@@ -49,6 +54,8 @@ class Others:
     has_failed: Callable[[], bool] = lambda: False
     #: The errors of other processes, keyed by process.
     errors: dict[int, str] = field(default_factory=dict)
+    #: When the main threads of all processes last compared their progress, in seconds on the monotonic clock.
+    compared_s: float = 0.0
     #: Whether the main thread has given up the save. It must then end without replacing the manifest.
     is_given_up: bool = False
 
@@ -192,6 +199,7 @@ def together(host: RankHost, work: Work[T], others: Others | None = None) -> T:
             if len(outcomes) == len(states):
                 break
             _raise_if_stuck(host, states)
+            others.compared_s = time.monotonic()
             for at, state in enumerate(states):
                 if state.outcome is not None and state.outcome[0]:
                     others.errors[at] = state.outcome[1]
@@ -218,17 +226,17 @@ def in_all(host: RankHost, make: Callable[[], T], *, stops: bool = False) -> T:
     work.start()
     try:
         return together(host, work)
-    except CheckpointError as error:
-        if stops and not work.ended(0):
+    except StuckError as error:
+        if stops:
             host.fail("a load", error)
         raise
 
 
 def _raise_if_stuck(host: MeshRanks, states: Sequence[_State]) -> None:
-    """Raise CheckpointError in all processes if the work of one has made no progress for the timeout."""
+    """Raise StuckError in all processes if the work of one has made no progress for the timeout."""
     stuck = [rank for rank, state in enumerate(states) if state.outcome is None and state.idle_s > host.timeout_s]
     if stuck:
-        raise CheckpointError(
+        raise StuckError(
             f"saving and loading must make progress on all ranks; "
             f"{', '.join(host.executor.names[rank] for rank in stuck)} failed: {_why_stuck(states[stuck[0]])}; check "
             f"the file system, or pass a larger timeout="

@@ -205,7 +205,7 @@ def _parts(target: Target, others: Others, *, others_only: bool = False) -> dict
         if sizes != progress:
             progress, since_s = sizes, time.monotonic()
         patience_s = min(target.timeout_s, _HURRIED_S) if others.has_failed() else target.timeout_s
-        if time.monotonic() - since_s > patience_s:
+        if time.monotonic() - max(since_s, others.compared_s) > patience_s:
             late = ", ".join(target.names[process] for process in waiting.values())
             raise OthersFailedError(
                 f"all ranks must finish a save; {late} failed: exited, or wrote nothing for {patience_s:g} s; the "

@@ -608,8 +608,9 @@ def test_an_object_that_refuses_its_state_leaves_the_pipeline_unchanged(tmp_path
     with piped() as pipe:
         pipe.save(tmp_path, extra={"picky": Picky()})
         pipe.step(X, target=Y)
-        with pytest.raises(ValueError, match="not this one"):
+        with pytest.raises(ValueError, match="not this one") as caught:
             pipe.load(tmp_path, extra={"picky": Picky()})
+        assert caught.value.__notes__ == ["while the object 'picky' in extra= was loading its state from a checkpoint"]
         assert pipe._running.step == 1
 
 
