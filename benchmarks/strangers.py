@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from pipesched import Distributed, Pipeline
+from pipesched.runtime.coordination.strangers import STRANGERS
 from pipesched.runtime.transport import sockets
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.testing import reference_step
 
 PATIENCE_S = 20.0  # the time for clients to connect
 GREETING_BYTES = 32
+CROWD, PIPELINES, DESCRIPTORS = 2_000, 8, 1_024
 NOBODY = 65534
 
 Address = str | tuple[str, int]
@@ -91,6 +94,12 @@ def passing(addresses: list[Address], say: Say, *, hold: int = 0, reset: bool = 
                 one.close()
             del held[: len(held) - hold]
         yield number
+
+
+def crowding(addresses: list[Address]) -> Iterator[int]:
+    """Open connections to all listeners in turn, and keep the last 2,000 of them open."""
+    setrlimit(RLIMIT_NOFILE, (CROWD + 500, getrlimit(RLIMIT_NOFILE)[1]))
+    return passing(addresses, lambda _: b"", hold=CROWD)
 
 
 def dripping(addresses: list[Address]) -> Iterator[int]:
@@ -164,6 +173,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
         "sends half a greeting and reads nothing",
         lambda to, _: holding(to, lambda _: bytes(16), receive_bytes=1),
     ),
+    "crowd": ("opens 2,000 silent connections to 8 pipelines with 1,024 file descriptors", lambda to, _: crowding(to)),
     "later": ("connects after the first step, and stays connected", lambda to, _: holding(to, greeting)),
 }
 
@@ -177,8 +187,8 @@ def attack(kind: str, folder: Path, num_ranks: int) -> None:
         time.sleep(0.01)
     addresses: list[Address] = []
     for path in paths[:num_ranks]:
-        network, memory = json.loads(path.read_text())
-        addresses += [(network[0], network[1]), *([memory] if sys.platform == "linux" else [])]
+        for *network, memory in json.loads(path.read_text()):
+            addresses += [(network[0], network[1]), *([memory] if memory and sys.platform == "linux" else [])]
     begin_s = time.monotonic()
     for _ in KINDS[kind][1](addresses, folder):
         if time.monotonic() - begin_s > 0.5:
@@ -234,10 +244,16 @@ def meeting(
     make, SocketPort._connect = SocketPort.__init__, heard.connected(SocketPort._connect)
     results = []
     for kind, folder in zip(kinds, folders, strict=True):
+        ports: list[Any] = []
 
-        def made(port: SocketPort, *args: Any, kind: str = kind, folder: Path = folder) -> None:
+        def made(
+            port: SocketPort, *args: Any, kind: str = kind, folder: Path = folder, made_ports: list[Any] = ports
+        ) -> None:
             make(port, *args)
-            write(folder / f"address-{rank}", json.dumps([port._listeners[0].getsockname()[:2], port._name]))
+            made_ports.append([*port._listeners[0].getsockname()[:2], port._name])
+            if kind == "crowd":  # the clients come once all pipelines are there
+                return
+            write(folder / f"address-{rank}", json.dumps(made_ports))
             if kind != "later":
                 until((folder / "here").exists)
 
@@ -246,7 +262,10 @@ def meeting(
         distributed.barrier()
         begin_s, died = time.perf_counter(), ""
         try:
-            job(rank, kind, folder, num_steps, timeout_s)
+            if kind == "crowd":
+                crowded_job(rank, ports, folder, num_steps, timeout_s)
+            else:
+                job(rank, kind, folder, num_steps, timeout_s)
         except Exception as error:
             died = f"{type(error).__name__}: {error}"
         results.append((time.perf_counter() - begin_s, died))
@@ -283,6 +302,35 @@ def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) ->
         pipe.evaluate(x, target=y)
         if len(pipe.full_state_dict()) != len(plain.state_dict()):
             raise AssertionError("weights are missing")
+
+
+def crowded_job(rank: int, ports: list[Any], folder: Path, num_steps: int, timeout_s: float) -> None:
+    """Run steps on several pipelines while all their listeners are crowded, with few file descriptors."""
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (DESCRIPTORS, hard))
+    x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
+    expected, plain = [], model()
+    for step in range(num_steps):
+        expected.append(reference_step(plain, x[: 24 - step], target=y[: 24 - step], step=step, **given))
+    options = {"mesh": mesh, "schedule": "1f1b", "distributed": Distributed(timeout=timeout_s), **given}
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(Pipeline(model(), x[:2], **options)) for _ in range(PIPELINES)]
+        alarms = [pipe._running.host.executor._alarm._listener.server.getsockname()[:2] for pipe in pipes]
+        write(folder / f"address-{rank}", json.dumps([*ports, *([*alarm, ""] for alarm in alarms)]))
+        until((folder / "here").exists)
+        most = 0
+        for step, loss in enumerate(expected):
+            for pipe in pipes:
+                if not torch.equal(pipe.step(x[: 24 - step], target=y[: 24 - step]), loss):
+                    raise AssertionError(f"the loss of step {step} differs from the loop's")
+            time.sleep(1.0)  # more clients come
+            most = max(most, len(STRANGERS))
+            if len(STRANGERS) > DESCRIPTORS // 4:
+                raise AssertionError(f"{len(STRANGERS)} strangers are held")
+        print(f"rank {rank}: at most {most} strangers, {len(os.listdir('/proc/self/fd'))} descriptors", flush=True)
+    setrlimit(RLIMIT_NOFILE, (soft, hard))
 
 
 def main() -> int:

@@ -6,7 +6,11 @@ PLACE: "threads" (one process) or "mesh" (one process per rank, with torchrun's 
 its steps, the script prints "ran".
 """
 
+import builtins
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -15,7 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipesched import Pipeline
 
 PIPELINES = 4  # the number of pipelines that are open over one mesh
-ENDS = {"end of the script": 0, "destroy_process_group": 0, "close": 0, "exception": 1, "sys.exit(3)": 3}
+ENDS = {
+    "end of the script": 0,
+    "destroy_process_group": 0,
+    "close": 0,
+    "exception": 1,
+    "sys.exit(3)": 3,
+    "one step": 0,
+    "steps in a daemon thread": 0,
+    "close in __del__": 0,
+}
 OWN_ERROR = "ValueError: of the script's own"
 
 
@@ -43,8 +56,12 @@ def main() -> None:
         )
         for _ in range(PIPELINES if place == "mesh" else 1)
     ]
-    for _ in range(3):
-        for pipe in pipes:
+    if end == "steps in a daemon thread":
+        step_in_daemon_thread(lambda: pipes[0].step(x, target=x))
+    if end == "close in __del__":
+        builtins.kept = Closes(pipes)  # type: ignore[attr-defined]
+    for _ in range(1 if end == "one step" else 3):
+        for pipe in pipes[1:] if end == "steps in a daemon thread" else pipes:
             pipe.step(x, target=x)
     print("ran", flush=True)
     if end == "close":
@@ -56,6 +73,31 @@ def main() -> None:
         sys.exit(3)
     if end in ("close", "destroy_process_group") and place == "mesh":
         distributed.destroy_process_group()
+
+
+class Closes:
+    """Closes pipelines when Python deletes this object, which is among the last things it does."""
+
+    def __init__(self, pipes: list[Pipeline]) -> None:
+        self.pipes = pipes
+
+    def __del__(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def step_in_daemon_thread(step: Callable[[], Any]) -> None:
+    """Start a daemon thread that never stops making steps, and return after the third."""
+    three = threading.Semaphore(0)
+
+    def loop() -> None:
+        while True:
+            step()
+            three.release()
+
+    threading.Thread(target=loop, daemon=True).start()
+    for _ in range(3):
+        three.acquire()
 
 
 if __name__ == "__main__":
