@@ -44,6 +44,16 @@ CASES = {
         Case("SIGSTOP", "update", 3, num_ranks=4, replicas=2, by="zero=2"),
         Case("SIGKILL", "evaluate", 1, num_ranks=4, replicas=2, by="zero=3"),
     ],
+    "saves, loads and tune": [
+        Case("poll", "save", 1),
+        Case("SIGKILL", "save in the background", 1),
+        Case("full disk", "save in the background", 2),
+        Case("spin", "set_extra_state", 0),
+        Case("hang", "load", 3, num_ranks=4, replicas=2, by="zero=3"),
+        Case("SIGSTOP", "save", 0, "rank 0"),
+        Case("spin", "tune", 0),
+        Case("SIGSTOP", "tune", 0),
+    ],
     "replicas that exchange weights while another one fails": [
         Case("hang", "while measuring", 3, num_ranks=4, replicas=2, by="zero=3"),
         Case("SIGKILL", "while measuring", 3, num_ranks=4, replicas=2, by="zero=3"),
