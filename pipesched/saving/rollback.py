@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -38,8 +38,16 @@ class Rollback:
         self.then(load, before)
 
     def then(self, call: Callable[..., Any], *args: Any) -> None:
-        """Call ``call(*args)`` if the context is left with an error. The last call is made first."""
-        self._stack.callback(call, *args)
+        """Call ``call(*args)`` if the context is left with an error. The last call is made first.
+
+        Errors of the call are ignored, because the first error is more important.
+        """
+
+        def attempt() -> None:
+            with suppress(Exception):
+                call(*args)
+
+        self._stack.callback(attempt)
 
 
 @contextmanager

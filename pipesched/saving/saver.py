@@ -10,7 +10,6 @@ from pipesched.checks import as_path, check_type, is_count, shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
 from pipesched.runtime.rank_host import MeshRanks, RankHost
 from pipesched.saving.capturing import capture
-from pipesched.saving.folders import folder_for
 from pipesched.saving.host_buffers import HostBuffers, wait_for_devices
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers
@@ -62,7 +61,7 @@ class Saver:
                 f"(asynchronous, keep) = {', '.join(map(str, asked))}; pass the same values on every rank"
             )
         part = capture(run, *states)
-        begun = agreed(host, lambda: "" if run.process else begin(folder_for(path, run.facts.step, keep)))
+        begun = agreed(host, lambda: "" if run.process else begin(path, run.facts.step, keep))
         target = Target(
             path=path,
             folder=path if keep is None else path / f"step-{run.facts.step:08}",

@@ -21,7 +21,7 @@ import torch
 
 from pipesched.errors import CheckpointError, MissingCheckpointError
 from pipesched.progress import advance
-from pipesched.saving.folders import commit, keep_newest, new_data_folder
+from pipesched.saving.folders import commit, folder_for, keep_newest, new_data_folder
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
 from pipesched.saving.saved_run import Part, merged_entries
@@ -65,13 +65,21 @@ class Target:
         return self.folder / self.data
 
 
-def begin(folder: Path) -> str:
+def begin(path: Path, step: int, keep: int | None) -> str:
     """Make a new data folder for a checkpoint, and return its name. Only the first process calls this.
 
-    Raises CheckpointError if the folder cannot be made.
+    Args:
+        path: the path that the user passed.
+        step: the number of steps that the run has completed.
+        keep: the number of checkpoints to keep; None to save to the path itself.
+
+    Raises:
+        InputError: the path holds checkpoints saved with ``keep`` but ``keep`` is None, or vice versa.
+        CheckpointError: the folder cannot be made.
+
     """
-    with explained(folder):
-        return new_data_folder(folder)
+    with explained(path):
+        return new_data_folder(folder_for(path, step, keep))
 
 
 def check_shared(target: Target) -> None:

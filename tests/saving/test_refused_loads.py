@@ -1,0 +1,237 @@
+"""Loads that are refused: by name, whatever the checkpoint holds, and they change nothing."""
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pipesched import Pipeline
+from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, PipeschedError
+from pipesched.saving.manifest import dumped
+from tests.support.jobs import refused_loads as jobs
+from tests.support.rank_processes import Ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+
+class Kept(nn.Linear):
+    """A layer with an extra state that it loads only if it likes it."""
+
+    kept: Any = 1
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+        if state == "bad":
+            raise RuntimeError("not this state")
+
+
+class Average:
+    """An object with a state that it changes in place."""
+
+    def __init__(self, likes: bool = True) -> None:
+        self.value, self.likes = torch.zeros(3), likes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value.copy_(state["value"])
+        if not self.likes:
+            raise KeyError("count")
+
+
+class Run:
+    """A pipeline with an optimizer, a scheduler and two objects."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(Kept(4, 4), Kept(4, 4))
+        options: dict[str, Any] = {"devices": ["cpu"] * 2, "schedule": "1f1b", "boundaries": [1]}
+        self.pipe = Pipeline(self.model, X[:4], loss_fn=nn.functional.mse_loss, num_microbatches=2, **options)
+        self.pipe.step(X, target=X)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        optimizer.step()
+        self.given: dict[str, Any] = {
+            "optimizer": optimizer,
+            "scheduler": LambdaLR(optimizer, lambda step: 0.5**step),
+            "extra": {"first": Average(), "second": Average()},
+        }
+
+    def moved(self) -> None:
+        """Change everything after a save."""
+        self.pipe.step(X, target=X)
+        self.given["optimizer"].step()
+        self.given["scheduler"].step()
+        for module in self.model:
+            module.kept = 2
+        for one in self.given["extra"].values():
+            one.value += 1
+
+    @property
+    def state(self) -> Any:
+        states = [one.state_dict() for one in (self.given["optimizer"], self.given["scheduler"])]
+        own = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        extra = [one.value for one in self.given["extra"].values()]
+        kept = [module.kept for module in self.model]
+        return copy.deepcopy(repr([own, states, extra, kept, self.pipe._running.step]))
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["digest"]
+    return values
+
+
+def sign(folder: Path, values: dict[str, Any]) -> None:
+    (folder / "manifest.json").write_bytes(dumped({**values, "digest": hashlib.sha256(dumped(values)).hexdigest()}))
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values.pop(name)
+
+
+def entry(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values["tensors"]["parameter/1.weight"].update(changes)
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "data outside": lambda values: values.update(data=".."),
+    "data with NUL": lambda values: values.update(data="data-\0"),
+    "a long data name": lambda values: values.update(data="d" * 5000),
+    "a step that is text": lambda values: values.update(step="x"),
+    "a step below 0": lambda values: values.update(step=-5),
+    "a step that is a fraction": lambda values: values.update(step=1.5),
+    "a seed that is no number": lambda values: values.update(seed="x"),
+    "settings that are a list": lambda values: values.update(settings=[1]),
+    "no micro-batches": lambda values: values["settings"].update(num_microbatches="2"),
+    "no tensors": without("tensors"),
+    "no files": without("files"),
+    "files that are a list": lambda values: values.update(files=[1, 2]),
+    "a file outside": lambda values: values["files"].update({"../x.json": {"bytes": 1, "sha256": ""}}),
+    "a size that is text": lambda values: values["files"]["part-00000.json"].update(bytes="7"),
+    "an unknown field": lambda values: values.update(more=1),
+    "an entry in another file": entry(file="part-00007.safetensors"),
+    "an entry of text": entry(shape="44"),
+    "an entry below 0": entry(shape=[-4, 4]),
+    "another dtype": entry(dtype="float99"),
+    "a dtype that is no dtype": entry(dtype="nn"),
+    "another kind": entry(kind="weight"),
+    "chunks of text": entry(chunks="x"),
+    "chunks that are not the whole": entry(
+        chunks=[{"file": "part-00000.safetensors", "offsets": [0, 0], "sizes": [1, 4]}]
+    ),
+    "chunks without dimensions": entry(chunks=[{"file": "part-00000.safetensors", "offsets": [], "sizes": []}]),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    run = Run()
+    run.pipe.save(tmp_path, **run.given)
+    run.moved()
+    yield run, tmp_path
+    run.pipe.close()
+
+
+def refused(run: Run, folder: Path, kind: type[Exception] = PipeschedError, match: str | None = None) -> None:
+    before = run.state
+    with pytest.raises(kind, match=match):
+        run.pipe.load(folder, **run.given)
+    assert run.state == before
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_is_wrong_and_signed_is_refused(saved: Any, name: str) -> None:
+    run, folder = saved
+    values = manifest_of(folder)
+    MANIFESTS[name](values)
+    sign(folder, values)
+    refused(run, folder, CheckpointError)
+
+
+VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no values": without("values"),
+    "groups that are a number": lambda content: content["values"].update(groups=3),
+    "no class": lambda content: content["values"]["groups"][0].pop("class"),
+    "a group that does not exist": lambda content: content["values"]["parameters"]["0.weight"].update(group=9),
+    "a group of text": lambda content: content["values"]["parameters"]["0.weight"].update(group="0"),
+    "a learning rate of text": lambda content: content["values"]["groups"][0]["options"]["dict"].update(lr="x"),
+    "options that are a list": lambda content: content["values"]["groups"][0].update(options=[1]),
+    "a state without a tensor": lambda content: content["values"]["parameters"]["0.weight"].update(
+        state={"dict": {"exp_avg": {"tensor": "nobody"}}}
+    ),
+    "a state of an unknown form": lambda content: content["values"]["modules"].update({"0": {"what": 1}}),
+    "no state of a module": lambda content: content["values"]["modules"].pop("0"),
+    "a scheduler without a state": lambda content: next(iter(content["values"]["schedulers"].values())).pop("state"),
+    "a scheduler that misses something": lambda content: next(iter(content["values"]["schedulers"].values())).update(
+        state={"dict": {}}
+    ),
+    "extra of text": lambda content: content["values"].update(extra="x"),
+    "an object of a class that is unhashable": lambda content: content["values"]["extra"]["first"].update(
+        value={"pairs": [[[1], 2]]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_are_wrong_and_signed_are_refused(saved: Any, name: str) -> None:
+    run, folder = saved
+    (file,) = folder.glob("data-*/part-00000.json")
+    content = json.loads(file.read_text())
+    VALUES[name](content)
+    file.write_bytes(dumped(content))
+    values = manifest_of(folder)
+    values["files"][file.name] = {
+        "bytes": file.stat().st_size,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
+    sign(folder, values)
+    refused(run, folder, CheckpointError)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "part-00000.json", "part-00000.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(saved: Any, name: str) -> None:
+    run, folder = saved
+    (file,) = [path for path in folder.rglob("*") if path.name == name]
+    file.unlink()
+    os.mkfifo(file)
+    refused(run, folder, DamagedCheckpointError, "it is not a file")
+
+
+def test_a_module_that_refuses_its_state_changes_nothing(tmp_path: Path) -> None:
+    run = Run()
+    run.model[1].kept = "bad"
+    run.pipe.save(tmp_path, **run.given)
+    run.moved()
+    refused(run, tmp_path, RuntimeError, "not this state")
+
+
+def test_an_object_that_refuses_its_state_changes_nothing(saved: Any) -> None:
+    run, folder = saved
+    run.given["extra"]["second"].likes = False
+    refused(run, folder, KeyError, "count")
+
+
+def test_an_error_of_one_rank_changes_nothing_on_any(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, jobs.one_rank_refuses, str(tmp_path)) == [("a failure of rank 1", True), ("KeyError", True)]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "/proc/1/mem/x"])
+def test_a_path_that_cannot_be_is_refused(saved: Any, path: str) -> None:
+    run, _ = saved
+    for call in (lambda: run.pipe.load(path), lambda: run.pipe.save(path), lambda: run.pipe.save_weights(path)):
+        with pytest.raises((CheckpointError, InputError)):
+            call()
