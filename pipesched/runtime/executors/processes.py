@@ -523,7 +523,8 @@ class ProcessExecutor:
 
     @contextmanager
     def _one_at_a_time(self, call: str, *, by_heartbeat: bool = False) -> Iterator[None]:
-        EXIT.check()
+        if EXIT.begun:
+            EXIT.check()
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(

@@ -98,7 +98,8 @@ class ThreadRun:
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Queue the next part of every rank's order. A rank starts the part once its previous part has ended."""
-        EXIT.check()
+        if EXIT.begun:
+            EXIT.check()
         for streams in self.bound.streams_of_rank:
             if streams.has_streams:
                 streams.follow()
@@ -357,7 +358,8 @@ class ThreadExecutor:
         Raises the same errors as ``run``. ``bound`` is the program, already bound to its stages. Default: ``begin``
         binds the program. ``values`` is not used, because all ranks get one batch.
         """
-        EXIT.check()
+        if EXIT.begun:
+            EXIT.check()
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
