@@ -17,6 +17,7 @@ from pipesched import Pipeline
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, PipeschedError
 from pipesched.saving.manifest import dumped
 from tests.support.jobs import refused_loads as jobs
+from tests.support.jobs.refused_loads import Average
 from tests.support.rank_processes import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,21 +39,6 @@ class Kept(nn.Linear):
             raise RuntimeError("not this state")
 
 
-class Average:
-    """An object with a state that it changes in place."""
-
-    def __init__(self, likes: bool = True) -> None:
-        self.value, self.likes = torch.zeros(3), likes
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value.copy_(state["value"])
-        if not self.likes:
-            raise KeyError("count")
-
-
 class Run:
     """A pipeline with an optimizer, a scheduler and two objects."""
 
@@ -67,7 +53,7 @@ class Run:
         self.given: dict[str, Any] = {
             "optimizer": optimizer,
             "scheduler": LambdaLR(optimizer, lambda step: 0.5**step),
-            "extra": {"first": Average(), "second": Average()},
+            "extra": {"first": Average(likes=True), "second": Average(likes=True)},
         }
 
     def moved(self) -> None:
