@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
-from os import PathLike
+from os import PathLike, fsencode, fspath
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,10 +91,18 @@ def as_list(value: Any, rule: str, remedy: str) -> list[Any]:
 
 
 def as_path(path: Any) -> Path:
-    """Convert a str or PathLike to a Path. Raises ArgumentError for any other type, and for NUL characters."""
+    """Convert a str or PathLike to a Path. Raises ArgumentError for any other type, and for text that is no path."""
     check_type(path, (str, PathLike), "a path must be a str or a pathlib.Path", "pass one of these")
-    if "\0" in str(path):
-        raise ArgumentError(f"a path must not contain NUL characters; got {shown(str(path))}; pass another path")
+    text = fspath(path)
+    try:
+        is_path = isinstance(text, str) and b"\0" not in fsencode(text)
+    except UnicodeEncodeError:  # an unpaired surrogate
+        is_path = False
+    if not is_path:
+        raise ArgumentError(
+            f"a path must be text without NUL characters that the file system can encode; got {shown(text)}; pass "
+            f"another path"
+        )
     return Path(path)
 
 

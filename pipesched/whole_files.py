@@ -23,7 +23,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
     """
     contents = data.encode() if isinstance(data, str) else data
-    path = path.resolve() if path.is_symlink() else path
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path  # also if links form a loop
     if path.exists() and not path.is_file():
         path.write_bytes(contents)
         return

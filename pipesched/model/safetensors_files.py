@@ -86,7 +86,13 @@ class WeightFiles(Mapping[str, Tensor]):
 
 def _files(path: Path) -> list[Path]:
     """Return the safetensors files at a path: the file itself, or the files in a folder or an index."""
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise InputError(
+            f"the path of a safetensors file must be readable; reading {path} failed ({error.strerror}); check the path"
+        ) from error
+    if is_folder:
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
         indices = [file for file in found if file.suffix == ".json"]
         if not found or len(indices) > 1:

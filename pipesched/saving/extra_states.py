@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.checks import check_type, shown
-from pipesched.errors import ArgumentError, CheckpointError
+from pipesched.errors import ArgumentError, CheckpointError, InputError
 from pipesched.saving.common_values import Encoded, kept_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.names import model_name
 from pipesched.saving.rollback import Rollback, noted
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.saved_values import blank_reader
-from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
+from pipesched.saving.state_encoding import Encoder, at_path, decoded, is_text, tensor_keys
 from pipesched.saving.tensor_files import plain
 
 __all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
@@ -68,6 +68,8 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     check_type(extra, Mapping, "extra must be a dict from names to objects or values", "pass a dict")
     for name in extra:
         check_type(name, str, "the names in extra must be strings", "pass a dict with string keys")
+        if not is_text(name):
+            raise InputError(f"the names in extra must be valid Unicode; got {shown(name)}; pass another name")
     return dict(extra)
 
 

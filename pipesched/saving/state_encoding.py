@@ -16,7 +16,7 @@ from torch import Tensor
 from pipesched.errors import CheckpointError
 from pipesched.saving.tensor_files import bytes_of, dtype_name, dtype_of, from_bytes, plain
 
-__all__ = ["Encoder", "at_path", "decoded", "tensor_keys"]
+__all__ = ["Encoder", "at_path", "decoded", "is_text", "tensor_keys"]
 
 _LARGEST = 2**63  # integers outside +-2**63 are written as text
 _DEEPEST = 24  # the maximum depth of nesting of a value
@@ -55,7 +55,7 @@ class Encoder:
                 f"deeply, or contains itself; save a flatter state"
             )
         kind = type(value)
-        if kind in _ATOMS and (kind is not str or _is_text(value)):
+        if kind in _ATOMS and (kind is not str or is_text(value)):
             written = _ATOMS[kind](value)
         elif kind in (list, tuple):
             parts = [self.encoded(part, (*path, index)) for index, part in enumerate(value)]
@@ -74,7 +74,7 @@ class Encoder:
         return written
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
-        if all(type(key) is str and _is_text(key) for key in value):
+        if all(type(key) is str and is_text(key) for key in value):
             return {"dict": {key: self.encoded(part, (*path, key)) for key, part in value.items()}}
         pairs = [[self.encoded(key, (*path, "key")), self.encoded(part, (*path, key))] for key, part in value.items()]
         return {"pairs": pairs}
@@ -101,7 +101,8 @@ class Encoder:
         return self._prefix + "".join(f"[{part!r}]" for part in path)
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
+    """Return whether a string is valid Unicode, so that a file can hold it."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -215,9 +215,17 @@ def test_an_error_of_one_rank_changes_nothing_on_any(ranks: Ranks, tmp_path: Pat
     assert ranks.run(2, jobs.one_rank_refuses, str(tmp_path)) == [("a failure of rank 1", True), ("KeyError", True)]
 
 
-@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "/proc/1/mem/x"])
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "\ud800", "/proc/1/mem/x"])
 def test_a_path_that_cannot_be_is_refused(saved: Any, path: str) -> None:
     run, _ = saved
     for call in (lambda: run.pipe.load(path), lambda: run.pipe.save(path), lambda: run.pipe.save_weights(path)):
         with pytest.raises((CheckpointError, InputError)):
             call()
+
+
+def test_a_name_that_no_file_can_hold_is_refused(saved: Any) -> None:
+    run, folder = saved
+    with pytest.raises(InputError, match="names in extra must be valid Unicode"):
+        run.pipe.save(folder, extra={"\ud800": 1})
+    with pytest.raises(CheckpointError, match="is of type builtins.str"):
+        run.pipe.save(folder, extra={"kept": {"\ud800": torch.ones(2)}})
