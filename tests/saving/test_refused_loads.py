@@ -227,5 +227,5 @@ def test_a_name_that_no_file_can_hold_is_refused(saved: Any) -> None:
     run, folder = saved
     with pytest.raises(InputError, match="names in extra must be valid Unicode"):
         run.pipe.save(folder, extra={"\ud800": 1})
-    with pytest.raises(CheckpointError, match="is of type builtins.str"):
+    with pytest.raises(CheckpointError, match=r"is of type builtins\.str"):
         run.pipe.save(folder, extra={"kept": {"\ud800": torch.ones(2)}})
