@@ -3,11 +3,11 @@
     python benchmarks/exits.py [--quick] [--runs 2]
 
 Each case is a script that trains, leaves its pipelines open, and ends: after its last line, with or without
-``destroy_process_group()``, with an exception, with ``sys.exit(3)``, after a single step whose loss nobody reads, while
-a daemon thread makes steps, or with a ``__del__`` that closes the pipelines. It runs in one process, in processes with
-torchrun's environment (the store is in rank 0), and under torchrun. With an asynchronous schedule, steps are still
-running at the end. A case is correct if the process has the script's own exit code and prints nothing on stderr except
-the script's own traceback. --quick runs fewer cases, once each.
+``destroy_process_group()``, with an exception, with ``sys.exit(3)``, after a single step whose loss nobody reads,
+while a daemon thread makes steps, after joining such a thread, or with a ``__del__`` that closes the pipelines. It
+runs in one process, in processes with torchrun's environment (the store is in rank 0), and under torchrun. With an
+asynchronous schedule, steps are still running at the end. A case is correct if the process has the script's own exit
+code and prints nothing on stderr except the script's own traceback. --quick runs fewer cases, once each.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from measure import machine
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.support.jobs.exits import ENDS
+from tests.support.jobs.exits import ENDS, OF_THREADS
 from tests.support.run_exits import Exit, exits
 
 PLACES = {"threads": "one process", "mesh": "2 processes", "torchrun": "torchrun, 2 ranks"}
@@ -38,7 +38,7 @@ def cases(quick: bool) -> Iterator[tuple[str, str, str]]:
 
 def is_right(place: str, end: str, one: Exit) -> bool:
     """Return whether a case ended correctly. torchrun exits with 1 if a rank fails, and may stop the other ranks."""
-    if end == "steps in a daemon thread" and place != "threads":
+    if end in OF_THREADS and place != "threads":
         return one.code == 0 and one.ran  # the thread of one rank may print that the other rank has left
     if place == "torchrun":
         stopped = set(one.said.split()) <= {"-15"} if ENDS[end] else not one.said

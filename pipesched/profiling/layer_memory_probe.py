@@ -124,7 +124,6 @@ class _Pass:
         inputs = books.bytes - begin
         with _Dear() as dear:
             output = layer.run(given, split)
-        advance()
         self.forward = books.peak - begin
         outputs: list[Payload] = list(output) if isinstance(output, PerConsumer) else [output]
         del output
@@ -149,6 +148,7 @@ class _Pass:
         books.mark()
         act = layer.stage.input_grad if split else layer.stage.backward
         back = act(0, *grads)
+        advance()
         self.backward = books.peak - base
         self.backs = [sum(_memories(grad for grad in one if grad is not None).values()) for one in back]
         del grads, back

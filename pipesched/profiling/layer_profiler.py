@@ -16,7 +16,7 @@ from pipesched.profiling.contention import crowd
 from pipesched.profiling.layer_memory_probe import Layer, sizes_of
 from pipesched.profiling.plausibility import Measured, doubt
 from pipesched.profiling.timing_run import Subject, TimingRun
-from pipesched.progress import progress_here, work_for
+from pipesched.progress import advance, progress_here, work_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
@@ -366,6 +366,7 @@ class _Alone:
         self._step = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
+        advance()
         self.stage.weight_grad(0)
 
     def forward(self, given: Payload, split: bool) -> Payload:
@@ -375,6 +376,7 @@ class _Alone:
         self._step = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
         self.stage.begin(self._step)
         output: Payload = self.stage.forward(0, split=split)
+        advance()
         return output
 
     def release(self) -> None:

@@ -20,6 +20,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.profiling.layer_memory_probe import Layer, Sizes, sizes_of
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.program import Program
+from pipesched.progress import advance
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
@@ -231,4 +232,5 @@ class _Alone:
             for one in self._arrived
         ]
         made: Payload | PerConsumer = self._stage.forward(0, *parts, **how)
+        advance()
         return made

@@ -126,6 +126,10 @@ class Executor(Protocol):
     def busy(self) -> bool:
         """Whether a run is in progress."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether the executor is closed."""
+
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError if the caller is inside a running step. The message names the called ``method``."""
 

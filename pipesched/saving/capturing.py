@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipesched.checks import shown
+from pipesched.errors import CheckpointError
+from pipesched.progress import advance
 from pipesched.saving.common_values import encode
 from pipesched.saving.extra_states import as_extra, capture_extra, encoded_extra
 from pipesched.saving.live_run import LiveRun
@@ -11,9 +14,20 @@ from pipesched.saving.replica_states import check_equal_states
 from pipesched.saving.saved_run import Part
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
 from pipesched.saving.tensor_files import plain
-from pipesched.saving.together import agreed
+from pipesched.saving.together import in_all
 
 __all__ = ["capture"]
+
+
+def _plain_state(state: Mapping[str, Any]) -> Any:
+    """Return the state of a scaler. Raises CheckpointError if it holds more than plain values."""
+    encoded = encode(dict(state), "scaler").value
+    if encoded != {"dict": state}:
+        raise CheckpointError(
+            f"the state of a scaler must hold only plain values, with strings as keys; got {shown(dict(state))}; pass "
+            f"the scaler in extra= instead"
+        )
+    return encoded["dict"]
 
 
 def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
@@ -34,17 +48,19 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
         for kind, tensors in (("parameter", run.parameters), ("buffer", run.buffers)):
             for name, tensor in tensors.items():
                 part.add(kind, name, {f"{kind}/{name}": plain(tensor, f"{kind} {name!r}")})
-        modules = {name: encode(module.get_extra_state(), f"module/{name}") for name, module in run.modules.items()}
-        for name, encoded in modules.items():
+        modules = {}
+        for name, module in run.modules.items():
+            modules[name] = encoded = encode(module.get_extra_state(), f"module/{name}")
             part.add("module state", name, encoded.tensors)
+            advance()
         if modules:
             part.values["modules"] = {name: encoded.value for name, encoded in modules.items()}
         if run.scaler is not None and run.rank == 0:
-            part.values["scaler"] = run.scaler.state_dict()
+            part.values["scaler"] = _plain_state(run.scaler.state_dict())
         capture_optimizers(part, divided, as_optimizers(optimizer, run), run)
         return encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
 
-    schedulers, extras = agreed(run.host, own)
+    schedulers, extras = in_all(run.host, own)
     capture_schedulers(part, schedulers, run)
     capture_extra(part, extras, run)
     check_equal_states(part, run.host)

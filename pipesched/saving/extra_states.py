@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipesched.checks import check_type, shown
 from pipesched.errors import ArgumentError, CheckpointError, InputError
+from pipesched.progress import advance
 from pipesched.saving.common_values import Encoded, kept_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.names import model_name
@@ -80,6 +81,7 @@ def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
         has_state = callable(getattr(value, "state_dict", None))
         encoder = _ExtraEncoder(f"extra/{name}", run.shapes)
         own = encoder.encoded(value.state_dict() if has_state else value)
+        advance()
         content = {"dict": {"kind": "state" if has_state else "value", "value": own}}
         found[name] = _Extra(Encoded(content, encoder.tensors), encoder.leaves)
     return found
@@ -173,6 +175,7 @@ class ExtraChanges:
         of this process's parameters and buffers.
         """
         now = None if value is None or not callable(getattr(value, "state_dict", None)) else value.state_dict()
+        advance()
         needed = []
         for path in dict.fromkeys(tuple(path) for path, *_ in leaves):
             own = {own_name: (key, stored) for at, key, own_name, stored in leaves if tuple(at) == path}
@@ -208,6 +211,8 @@ class ExtraChanges:
                 rollback.remember(value.state_dict, value.load_state_dict)
             with noted(f"the object {name!r} in extra="):
                 value.load_state_dict(states[name])
+            rollback.check()
+            advance()
 
     @property
     def left(self) -> list[str]:

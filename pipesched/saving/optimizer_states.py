@@ -301,9 +301,9 @@ class OptimizerChanges:
             )
 
     def _check_options(self, optimizer: Optimizer, group: Mapping[str, Any], options: Any) -> None:
-        """Raise CheckpointError if an option that is a number was not saved as a number."""
+        """Raise CheckpointError if an option that is a number was saved as text or as a collection."""
         for key, value in decoded(options or {"dict": {}}, _no_tensor).items():
-            if _is_number(group.get(key)) and not _is_number(value):
+            if isinstance(group.get(key), int | float | Tensor) and isinstance(value, str | list | dict):
                 raise CheckpointError(
                     f"the options of an optimizer must be saved with their types; {key} of {type(optimizer).__name__} "
                     f"is {shown(value)} in {self._saved.where}, but {shown(group[key])} now; save the checkpoint again"
@@ -332,10 +332,6 @@ class OptimizerChanges:
 
 def _no_tensor(key: str) -> Tensor:
     raise CheckpointError(f"the options of an optimizer must be saved without tensor files; got {key!r}; save again")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

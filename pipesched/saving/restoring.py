@@ -9,6 +9,7 @@ from torch import Tensor
 from pipesched.checks import is_count, shown
 from pipesched.errors import CheckpointError
 from pipesched.progress import advance
+from pipesched.runtime.rank_host import MeshRanks
 from pipesched.saving.chunks import Rows
 from pipesched.saving.extra_states import ExtraChanges, as_extra
 from pipesched.saving.live_run import LiveRun
@@ -103,14 +104,14 @@ class Restoring:
             )
 
     def _check_scaler(self) -> None:
-        """Raise CheckpointError if the saved state of the scaler lacks an entry, or has one of another type."""
+        """Raise CheckpointError if the saved state of the scaler has an entry of another type."""
         own = {} if self._run.scaler is None else self._run.scaler.state_dict()
         saved = self._saved.values.get("scaler", {})
         for name, value in own.items():
-            if type(value) in (int, float) and type(saved.get(name)) not in (int, float):
+            if type(value) in (int, float) and type(saved.get(name, value)) not in (int, float):
                 raise CheckpointError(
-                    f"a checkpoint must hold the whole state of the scaler; in {self._saved.where}, {name} is "
-                    f"{shown(saved.get(name))}; save the checkpoint again"
+                    f"the state of the scaler must be saved with its types; in {self._saved.where}, {name} is "
+                    f"{shown(saved[name])}; save the checkpoint again"
                 )
 
     def _check_settings(self) -> None:
@@ -260,17 +261,27 @@ class Restoring:
     def load_states(self, read: Read, rollback: Rollback) -> None:
         """Load module states, the scaler, the options of optimizers, and schedulers. This calls the user's code."""
         for module, value in self._modules:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                rollback.then(copy_into, tensor, tensor.detach().clone())  # set_extra_state may write to them
             rollback.remember(module.get_extra_state, module.set_extra_state)
             with noted(f"a module of class {type(module).__qualname__}"):
                 module.set_extra_state(decoded(value, read))
+            rollback.check()
             advance()
         if self._run.scaler is not None:
             rollback.remember(self._run.scaler.state_dict, self._run.scaler.load_state_dict)
-            self._run.scaler.load_state_dict(dict(self._saved.values["scaler"]))
+            with noted("the scaler"):
+                self._run.scaler.load_state_dict(dict(self._saved.values["scaler"]))
         if self._optimizers is not None:
             self._optimizers.apply_options(rollback)
         if self._schedulers is not None:
             self._schedulers.apply(read, rollback)
+        rollback.check()
+
+    def _check_goes_on(self) -> None:
+        """Raise CheckpointError if the pipeline has failed, so that load has raised an error in the main thread."""
+        if isinstance(self._run.host, MeshRanks) and self._run.host.executor.closed:
+            raise CheckpointError("a load must not go on after the pipeline has failed")
 
     def apply(self, read: Read) -> None:
         """Load weights, buffers and the states of optimizers. Clears gradients.
@@ -279,6 +290,7 @@ class Restoring:
         """
         for key, tensor in self._tensors.items():
             copy_into(tensor, read(key))
+            self._check_goes_on()
         for parameter in self._run.parameters.values():
             parameter.grad = None
         if self._optimizers is not None:

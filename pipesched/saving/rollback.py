@@ -2,52 +2,56 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from pipesched.saving.together import StuckError
+from pipesched.errors import CheckpointError
+from pipesched.progress import advance
 from pipesched.tensors.payload import pytree
 
 __all__ = ["Rollback", "noted"]
 
 
 class Rollback:
-    """A context that restores objects if it is left with an error, except a StuckError: the work may still go on."""
+    """Remembers states, and restores them with ``undo``."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "Rollback":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, StuckError):
-            self._stack.close()
+        self._calls: list[Callable[[], Any]] = []
+        self._is_undone = False
 
     def remember(self, state: Callable[[], Any], load: Callable[[Any], Any]) -> None:
-        """Call ``load`` with a copy of what ``state()`` returns now, if the context is left with an error.
+        """Let ``undo`` call ``load`` with a copy of what ``state()`` returns now.
 
-        An object whose state cannot be read or copied is not restored. Tensors are copied to host memory.
+        An object whose state cannot be read is not restored. Tensors are copied to host memory. Parts that cannot be
+        copied, such as locks, are kept as they are.
         """
         try:
-            before = copy.deepcopy(pytree.tree_map_only(Tensor, _copied, state()))
+            before = pytree.tree_map(_copied, state())
         except Exception:  # user code can raise anything; loading the checkpoint may still work
             return
+        advance()
         self.then(load, before)
 
     def then(self, call: Callable[..., Any], *args: Any) -> None:
-        """Call ``call(*args)`` if the context is left with an error. The last call is made first.
+        """Let ``undo`` call ``call(*args)``. The last call is made first."""
+        self._calls.append(partial(call, *args))
 
-        Errors of the call are ignored, because the first error is more important.
-        """
-
-        def attempt() -> None:
+    def undo(self) -> None:
+        """Make the calls. Their errors are ignored, because the error that led here is more important."""
+        self._is_undone = True
+        for call in reversed(self._calls):
             with suppress(Exception):
-                call(*args)
+                call()
+            advance()
 
-        self._stack.callback(attempt)
+    def check(self) -> None:
+        """Undo everything again, and raise CheckpointError, if ``undo`` ran meanwhile in another thread."""
+        if self._is_undone:
+            self.undo()
+            raise CheckpointError("a load that was given up must not go on")
 
 
 @contextmanager
@@ -60,5 +64,10 @@ def noted(name: str) -> Iterator[None]:
         raise
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # such as a lock
+        return value

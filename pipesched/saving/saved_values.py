@@ -58,7 +58,7 @@ def check_values(values: Any, entries: Mapping[str, TensorEntry], where: str) ->
 
 def blank_reader(entries: Mapping[str, TensorEntry]) -> Callable[[str], Tensor]:
     """Return a function that returns tensors of zeros, of the saved shapes and dtypes, without reading a file."""
-    return lambda key: torch.zeros((), dtype=dtype_of(entries[key].dtype)).expand(entries[key].shape)
+    return lambda key: torch.zeros((), dtype=dtype_of(entries[key].dtype), device="cpu").expand(entries[key].shape)
 
 
 def _must(good: bool, place: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_s
 from pipesched.saving.restoring import Restored, Restoring
 from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import Part, SavedRun
-from pipesched.saving.together import Others, Work, agreed, in_all, together
+from pipesched.saving.together import Others, StuckError, Work, agreed, in_all, together
 from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
@@ -223,9 +223,18 @@ def _prepared(
 def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
     restoring.warn()
     states = in_all(run.host, lambda: restoring.extra_states(saved.read))
-    with Rollback() as rollback:
-        agreed(run.host, lambda: restoring.load_objects(states, rollback))
+    rollback = Rollback()
+    try:
+        in_all(run.host, lambda: restoring.load_objects(states, rollback), stops=True)
         in_all(run.host, lambda: restoring.load_states(saved.read, rollback), stops=True)
+    except StuckError:
+        raise  # the user's code still runs
+    except BaseException:
+        if run.host.executor.closed:
+            rollback.undo()  # another process has failed
+        else:
+            in_all(run.host, rollback.undo)
+        raise
 
     def apply() -> None:
         wait_for_devices(restoring.tensors)

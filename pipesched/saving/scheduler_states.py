@@ -87,6 +87,7 @@ class SchedulerChanges:
         Raises CheckpointError if a scheduler raises an error.
         """
         for scheduler, entry in self._changes:
+            rollback.check()
             rollback.remember(scheduler.state_dict, scheduler.load_state_dict)
             try:
                 scheduler.load_state_dict(decoded(entry["state"], read))

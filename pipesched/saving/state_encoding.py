@@ -5,7 +5,7 @@ Each value is read back with the same type and the same bits, except that an Ord
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +62,8 @@ class Encoder:
             written = parts if kind is list else {"tuple": parts}
         elif kind in (dict, OrderedDict):
             written = self._mapping(value, path)
+        elif kind is Counter:  # as in MultiStepLR
+            written = {"counter": [[self.encoded(key, (*path, "key")), count] for key, count in value.items()]}
         elif isinstance(value, Tensor):
             written = self._of_tensor(plain(value, self._place(path)), path)
         elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS_OF_NUMPY:
@@ -147,6 +149,7 @@ _READERS: dict[frozenset[str], Callable[[Any, Callable[[str], Tensor]], Any]] = 
     for keys, reader in (
         (["dict"], lambda own, read: {key: decoded(part, read) for key, part in own["dict"].items()}),
         (["pairs"], lambda own, read: {decoded(key, read): decoded(part, read) for key, part in own["pairs"]}),
+        (["counter"], lambda own, read: Counter({decoded(key, read): count for key, count in own["counter"]})),
         (["tuple"], lambda own, read: tuple(decoded(part, read) for part in own["tuple"])),
         (["int"], lambda own, read: int(own["int"])),
         (["float"], lambda own, read: float(own["float"])),

@@ -7,10 +7,14 @@ Work fails not only with an exception, but also if it makes no progress for the 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.util import Finalize
 from threading import Thread
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
 from pipesched.progress import Progress, work_for
@@ -60,6 +64,11 @@ class Others:
     is_given_up: bool = False
 
 
+def _current_device() -> int | None:
+    """Return the index of the calling thread's CUDA device; None if the process does not use CUDA."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
 class _State(NamedTuple):
     """The state of a process's work."""
 
@@ -94,7 +103,8 @@ class Work(Generic[T]):
 
     def start(self) -> None:
         """Run the call in a new thread, which does not keep the interpreter from exiting."""
-        self._thread = Thread(target=self._run_in_thread, name="pipesched saving", daemon=True)
+        run = partial(copy_context().run, self._run_in_thread, _current_device())
+        self._thread = Thread(target=run, name="pipesched saving", daemon=True)
         self._thread.start()
 
     def end_at_exit(self, timeout_s: float | None) -> None:
@@ -107,7 +117,10 @@ class Work(Generic[T]):
         elif self.error is not None:
             warn(f"an asynchronous save has failed: {self.error}")
 
-    def _run_in_thread(self) -> None:
+    def _run_in_thread(self, device: int | None) -> None:
+        """Run the call with the caller's context variables and CUDA device, because it may be the user's code."""
+        if device is not None:
+            torch.cuda.set_device(device)
         work_for(self._progress)
         self.run()
 

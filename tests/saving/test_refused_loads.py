@@ -4,18 +4,22 @@ import copy
 import hashlib
 import json
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, PipeschedError
 from pipesched.saving.manifest import dumped
+from pipesched.saving.rollback import Rollback
 from tests.support.jobs import refused_loads as jobs
 from tests.support.jobs.refused_loads import Average
 from tests.support.rank_processes import Ranks
@@ -229,3 +233,69 @@ def test_a_name_that_no_file_can_hold_is_refused(saved: Any) -> None:
         run.pipe.save(folder, extra={"\ud800": 1})
     with pytest.raises(CheckpointError, match=r"is of type builtins\.str"):
         run.pipe.save(folder, extra={"kept": {"\ud800": torch.ones(2)}})
+
+
+def test_a_buffer_that_a_module_changes_before_it_refuses_is_restored(tmp_path: Path) -> None:
+    class Scaled(Kept):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("scale", torch.ones(2))
+
+        def set_extra_state(self, state: Any) -> None:
+            self.scale.fill_(5)
+            super().set_extra_state(state)
+
+    model = nn.Sequential(Scaled(), Scaled())
+    with Pipeline(model, X[:4], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
+        model[1].kept = "bad"
+        pipe.save(tmp_path)
+        with pytest.raises(RuntimeError, match="not this state"):
+            pipe.load(tmp_path)
+        assert all(module.scale.tolist() == [1, 1] for module in model)
+
+
+def test_a_thread_that_goes_on_after_a_rollback_is_undone_again() -> None:
+    done: list[str] = []
+    rollback = Rollback()
+    rollback.remember(lambda: "before", done.append)
+    rollback.undo()
+    done.append("a late change")
+    with pytest.raises(CheckpointError, match="a load that was given up"):
+        rollback.check()
+    assert done == ["before", "a late change", "before"]
+
+
+def test_what_cannot_be_copied_does_not_keep_the_rest_from_coming_back() -> None:
+    state, found = {"value": torch.zeros(2), "lock": threading.Lock()}, []
+    rollback = Rollback()
+    rollback.remember(lambda: state, found.append)
+    state["value"] += 1
+    rollback.undo()
+    assert found[0]["value"].tolist() == [0, 0]
+    assert found[0]["lock"] is state["lock"]
+
+
+def test_options_of_any_number_type_and_a_multi_step_scheduler_come_back(tmp_path: Path) -> None:
+    run = Run()
+    optimizer = run.given["optimizer"]
+    optimizer.param_groups[0].update(lr=np.float32(0.01), mine=0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3])
+    run.pipe.save(tmp_path, optimizer=optimizer, scheduler=scheduler)
+    scheduler.milestones.clear()
+    optimizer.param_groups[0].update(mine=None)
+    run.pipe.load(tmp_path, optimizer=optimizer, scheduler=scheduler)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["mine"]) == (np.float32(0.01), 0)
+    assert scheduler.milestones == Counter({1: 2, 3: 1})
+
+
+def test_a_scaler_with_more_than_plain_values_is_refused_in_save(tmp_path: Path) -> None:
+    class Scaler(torch.amp.GradScaler):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"own": torch.ones(2)}
+
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "numerics": Numerics(scaler=Scaler("cpu"))}
+    with (
+        Pipeline(nn.Sequential(nn.Linear(4, 4)), X, loss_fn=nn.functional.mse_loss, devices=["cpu"], **options) as pipe,
+        pytest.raises(CheckpointError, match="the state of a scaler must hold only plain values"),
+    ):
+        pipe.save(tmp_path)

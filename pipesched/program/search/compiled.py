@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pipesched.errors import PipeschedError
+from pipesched.progress import progress_here
 
 __all__ = ["MACHINE_CODE", "MachineCode", "Whole", "compiled", "whole"]
 
@@ -57,7 +58,8 @@ class MachineCode:
             expected_s: how long the search will probably take without machine code, in seconds.
 
         """
-        with self._lock:  # sequences made with and without machine code do not mix
+        # Searches have limits. Sequences that are made with and without machine code do not mix.
+        with progress_here().bounded(), self._lock:
             if self._pays(expected_s):
                 self._use(True)
             begin_s = time.perf_counter()

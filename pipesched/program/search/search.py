@@ -13,7 +13,6 @@ from pipesched.program.search.list_orders import FUSED, progress_of, rules, writ
 from pipesched.program.search.periodic_search import PeriodicSearch
 from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, ROUNDS, WEIGHT_GRAD, Problem, num_evaluated
 from pipesched.program.search.rule_search import RuleSearch
-from pipesched.progress import progress_here
 
 __all__ = ["Found", "search"]
 
@@ -60,8 +59,7 @@ def search(
             least 16 equal micro-batches. Default: 0.
 
     """
-    with progress_here().bounded():  # by steps, lists, climbs and changes
-        return _Search(problem, steps, lists, climbs, changes).run(known)
+    return _Search(problem, steps, lists, climbs, changes).run(known)
 
 
 @dataclass(order=True)

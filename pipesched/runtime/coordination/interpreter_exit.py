@@ -1,14 +1,17 @@
 """Interpreter exit: lets the user's daemon threads leave a step before Python exits.
 
 While Python exits, a daemon thread that returns from a torch operation is ended inside torch's C++ code, which aborts
-the process. So the exit waits until no such thread is inside a call of a pipeline, and a thread that makes another
-call stops there, without an error, because nobody can handle the error any more.
+the process. So the exit waits until no such thread is inside a call of a pipeline. A thread that makes another call, or
+gets a message of another process, stops there. Usually Python has exited before the thread would go on.
 """
 
 import atexit
 import threading
 import time
+from multiprocessing import util  # noqa: F401  registers its function first
+from weakref import finalize
 
+from pipesched.errors import ExecutionError
 from pipesched.runtime.coordination.rank_activity import is_in_call
 
 __all__ = ["EXIT", "InterpreterExit"]
@@ -16,6 +19,7 @@ __all__ = ["EXIT", "InterpreterExit"]
 _PATIENCE_S = 60.0  # the longest time that the exit waits for calls in progress
 _CALM_S = 0.2  # how long no thread may have run a call; a loop is outside its calls only briefly
 _PAUSE_S = 0.01
+_STOP_S = 5.0  # how long a call stops its thread; a function that the script registered to run at exit may join it
 _OWN = "pipesched"  # the first letters of the names of pipesched's own threads, which end in their own ways
 
 
@@ -24,16 +28,23 @@ class InterpreterExit:
 
     begun = False
 
-    def watch(self) -> None:
-        """Wait for calls in progress when Python exits. Call this again after registering other exit functions."""
-        atexit.unregister(self._begin)
-        atexit.register(self._begin)  # the function that was registered last runs first
+    def __init__(self) -> None:
+        # The function that was registered last runs first: after most functions of the script, which may join its
+        # threads, and before the functions of weakref and multiprocessing, which end the ranks.
+        finalize(self, int).detach()
+        atexit.register(self._begin)
 
     def check(self) -> None:
-        """Stop the calling thread for ever if Python exits and this is a daemon thread of the user."""
+        """Stop the calling thread for some seconds, and raise ExecutionError, if this is a daemon thread of the user.
+
+        Does nothing unless Python exits.
+        """
         if self.begun and threading.current_thread() in _daemons():
-            while True:
-                time.sleep(_PATIENCE_S)
+            time.sleep(_STOP_S)
+            raise ExecutionError(
+                "a pipeline must not be used while Python exits; a daemon thread called it; end the thread before the "
+                "script ends"
+            )
 
     def _begin(self) -> None:
         self.begun = True

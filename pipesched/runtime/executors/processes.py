@@ -131,7 +131,6 @@ class ProcessExecutor:
         with self._one_at_a_time("the construction of a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
-        EXIT.watch()
         if len(self.grid.rows) > 1:
             receive = WeakMethod(self._receive_last)
             at_exit = partial(_call, receive)

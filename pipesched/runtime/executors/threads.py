@@ -287,7 +287,6 @@ class ThreadExecutor:
         self._threads = _start_threads(self._jobs, intra_op_threads)
         self._under_way: list[ref[ThreadRun]] = []  # the run that the threads may be executing
         self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
-        EXIT.watch()
         self._last: ThreadRun | None = None
         self._kept: dict[int, BoundProgram] = {}
         self._forked = Forked()

@@ -32,6 +32,7 @@ from queue import SimpleQueue
 from struct import Struct
 from typing import Any, NamedTuple
 
+from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.stores import Store, StoreLostError, awaited_value
 from pipesched.runtime.coordination.strangers import STRANGERS
 
@@ -207,6 +208,9 @@ def _read(connection: socket.socket, into: memoryview) -> None:
         raise RuntimeError("Timed out") from None
     except OSError as error:
         raise RuntimeError(str(error)) from None
+    finally:
+        if EXIT.begun:
+            EXIT.check()
 
 
 class SocketPort:

@@ -6,6 +6,7 @@ PLACE: "threads" (one process) or "mesh" (one process per rank, with torchrun's 
 its steps, the script prints "ran".
 """
 
+import atexit
 import builtins
 import sys
 import threading
@@ -27,8 +28,11 @@ ENDS = {
     "sys.exit(3)": 3,
     "one step": 0,
     "steps in a daemon thread": 0,
+    "a thread joined at exit": 0,
     "close in __del__": 0,
 }
+#: The ends with a daemon thread that makes steps.
+OF_THREADS = ("steps in a daemon thread", "a thread joined at exit")
 OWN_ERROR = "ValueError: of the script's own"
 
 
@@ -56,12 +60,14 @@ def main() -> None:
         )
         for _ in range(PIPELINES if place == "mesh" else 1)
     ]
-    if end == "steps in a daemon thread":
-        step_in_daemon_thread(lambda: pipes[0].step(x, target=x))
+    if end in OF_THREADS:
+        stop = step_in_daemon_thread(lambda: pipes[0].step(x, target=x))
+        if end == "a thread joined at exit":
+            atexit.register(stop)
     if end == "close in __del__":
         builtins.kept = Closes(pipes)  # type: ignore[attr-defined]
     for _ in range(1 if end == "one step" else 3):
-        for pipe in pipes[1:] if end == "steps in a daemon thread" else pipes:
+        for pipe in pipes[1:] if end in OF_THREADS else pipes:
             pipe.step(x, target=x)
     print("ran", flush=True)
     if end == "close":
@@ -86,18 +92,25 @@ class Closes:
             pipe.close()
 
 
-def step_in_daemon_thread(step: Callable[[], Any]) -> None:
-    """Start a daemon thread that never stops making steps, and return after the third."""
-    three = threading.Semaphore(0)
+def step_in_daemon_thread(step: Callable[[], Any]) -> Callable[[], None]:
+    """Start a daemon thread that makes steps, and return after the third: a function that ends and joins the thread."""
+    three, ended = threading.Semaphore(0), threading.Event()
 
     def loop() -> None:
-        while True:
+        while not ended.is_set():
             step()
             three.release()
 
-    threading.Thread(target=loop, daemon=True).start()
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
     for _ in range(3):
         three.acquire()
+
+    def stop() -> None:
+        ended.set()
+        thread.join()
+
+    return stop
 
 
 if __name__ == "__main__":

@@ -38,6 +38,20 @@ class Kept(nn.Linear):
         return super().forward(x)
 
 
+class Slow:
+    """An object whose state takes half of the timeout to make and to load, on one rank."""
+
+    def __init__(self, here: bool) -> None:
+        self.pause_s = TIMEOUT_S / 2 if here else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(self.pause_s)
+        return {"kept": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        time.sleep(self.pause_s)
+
+
 def piped(group: Any) -> Pipeline:
     torch.manual_seed(0)
     return Pipeline(
@@ -113,6 +127,9 @@ def slow(group: Any, folder: str) -> None:
         pipe.save(folder)
     with doing("hash", pipe, act if group.rank() else lambda: None):
         pipe.load(folder)
+    objects = {str(at): Slow(group.rank() == 1) for at in range(4)}
+    pipe.save(folder, extra=objects)
+    pipe.load(folder, extra=objects)
     pipe.close()
 
 
