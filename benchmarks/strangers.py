@@ -38,6 +38,7 @@ from pipesched.testing import reference_step
 
 PATIENCE_S = 20.0  # the time for clients to connect
 GREETING_BYTES = 32
+GIVEN: dict[str, Any] = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
 CROWD, PIPELINES, DESCRIPTORS = 2_000, 8, 1_024
 NOBODY = 65534
 
@@ -279,20 +280,28 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(5)), nn.Linear(32, 4))
 
 
+def plain_run(num_steps: int) -> tuple[Any, Any, list[Any], Any]:
+    """Return a batch, its targets, the loss of each step of a plain loop, and the trained model.
+
+    Each step has one row less than the one before, so that its messages have another size.
+    """
+    x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
+    plain = model()
+    losses = [
+        reference_step(plain, x[: 24 - step], target=y[: 24 - step], step=step, **GIVEN) for step in range(num_steps)
+    ]
+    return x, y, losses, plain
+
+
 def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) -> None:
     """Run a job. Raise an error if it fails or if a loss differs from that of the plain loop."""
-    x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
-    expected, plain = [], model()
-    for step in range(num_steps):
-        rows = 24 - step
-        expected.append(reference_step(plain, x[:rows], target=y[:rows], step=step, **given))
+    x, y, expected, plain = plain_run(num_steps)
     with Pipeline(
-        model(), x[:2], mesh=mesh, schedule="1f1b", distributed=Distributed(timeout=timeout_s), **given
+        model(), x[:2], mesh=mesh, schedule="1f1b", distributed=Distributed(timeout=timeout_s), **GIVEN
     ) as pipe:
         for step, loss in enumerate(expected):
-            rows = 24 - step  # every step has messages of a different size
+            rows = 24 - step
             if not torch.equal(pipe.step(x[:rows], target=y[:rows]), loss):
                 raise AssertionError(f"the loss of step {step} differs from the loop's")
             if kind == "later" and not step:
@@ -308,13 +317,9 @@ def crowded_job(rank: int, ports: list[Any], folder: Path, num_steps: int, timeo
     """Run steps on several pipelines while all their listeners are crowded, with few file descriptors."""
     soft, hard = getrlimit(RLIMIT_NOFILE)
     setrlimit(RLIMIT_NOFILE, (DESCRIPTORS, hard))
-    x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
-    expected, plain = [], model()
-    for step in range(num_steps):
-        expected.append(reference_step(plain, x[: 24 - step], target=y[: 24 - step], step=step, **given))
-    options = {"mesh": mesh, "schedule": "1f1b", "distributed": Distributed(timeout=timeout_s), **given}
+    x, y, expected, _ = plain_run(num_steps)
+    options = {"mesh": mesh, "schedule": "1f1b", "distributed": Distributed(timeout=timeout_s), **GIVEN}
     with ExitStack() as stack:
         pipes = [stack.enter_context(Pipeline(model(), x[:2], **options)) for _ in range(PIPELINES)]
         alarms = [pipe._running.host.executor._alarm._listener.server.getsockname()[:2] for pipe in pipes]

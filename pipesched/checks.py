@@ -21,6 +21,7 @@ __all__ = [
     "check_size",
     "check_type",
     "is_count",
+    "is_text",
     "is_whole",
     "short_signature",
     "shown",
@@ -62,6 +63,14 @@ def shown(value: Any) -> str:
 def is_count(value: Any, least: int = 1) -> bool:
     """Return whether ``value`` is an int that is at least ``least``. Booleans do not count as ints."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_text(value: str) -> bool:
+    """Return whether a string is valid Unicode, so that a file can hold it. It may not have an unpaired surrogate."""
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def is_whole(value: Any) -> bool:

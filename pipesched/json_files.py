@@ -8,7 +8,7 @@ from os import PathLike
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pipesched.checks import LARGEST, as_path, check_known, check_number, is_whole, shown
+from pipesched.checks import LARGEST, as_path, check_known, check_number, is_text, is_whole, shown
 from pipesched.errors import PipeschedError, ScheduleError
 
 __all__ = ["load_json", "maybe", "parse_json", "read_fields"]
@@ -96,22 +96,15 @@ def _parts(level: Iterable[Any]) -> list[Any]:
         elif isinstance(value, dict):
             parts += [*value, *value.values()]
         elif isinstance(value, str):
-            if not value.isascii():
-                _check_text(value)
+            if not is_text(value):
+                raise ScheduleError(
+                    f"text in a file must be valid Unicode; {shown(value)} has an unpaired surrogate; correct the text"
+                )
         elif isinstance(value, int) and not -LARGEST < value < LARGEST:
             raise ScheduleError(
                 f"whole numbers in a file must be between -2**63 and 2**63; got {shown(value)}; correct the number"
             )
     return parts
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ScheduleError(
-            f"text in a file must be valid Unicode; {shown(text)} has an unpaired surrogate; correct the text"
-        ) from None
 
 
 def read_fields(

@@ -154,6 +154,14 @@ class RankHost(Protocol):
     compares_batches: bool
 
     @property
+    def timeout_s(self) -> float | None:
+        """How long a rank waits for a rank of another process, in seconds; None if there is no other process."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the processes in error messages."""
+
+    @property
     def executor(self) -> Executor:
         """The executor of this process's ranks."""
 
@@ -255,6 +263,8 @@ class ThreadRanks:
         self.sums: ReplicaSums | None = None
         self.replicas_per_batch = 1
         self.compares_batches = False
+        self.timeout_s: float | None = None
+        self.names = ("this process",)
         self._threads = intra_op_threads
 
     @cached_property
@@ -359,8 +369,7 @@ class MeshRanks:
         self.reduction_order: ReductionOrder = reduction_order
         self.replicas_per_batch = len(self.grid.rows) if inputs == "first" else 1
         self._crossings = 0
-        #: How long a rank waits for another rank, in seconds.
-        self.timeout_s = timeout_s
+        self.timeout_s: float = timeout_s
         self._dealing = Lock()  # the heartbeat thread and rank 0's main thread both send messages
         members = get_process_group_ranks(group)
         #: The global ranks of this replica's pipeline.
@@ -384,6 +393,10 @@ class MeshRanks:
             whole = ReplicaGroup(sums.whole, timeout_s, reduction_order)
             shards = whole if self.grid.num_shards == 1 else ReplicaGroup(sums.shards, timeout_s, reduction_order)
             self.sums = ReplicaSums(whole, shards, CollectiveLane(device, executor.now), executor.check_peers)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.executor.names
 
     @property
     def gets_first(self) -> bool:

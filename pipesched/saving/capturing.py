@@ -19,17 +19,6 @@ from pipesched.saving.together import in_all
 __all__ = ["capture"]
 
 
-def _plain_state(state: Mapping[str, Any]) -> Any:
-    """Return the state of a scaler. Raises CheckpointError if it holds more than plain values."""
-    encoded = encode(dict(state), "scaler").value
-    if encoded != {"dict": state}:
-        raise CheckpointError(
-            f"the state of a scaler must hold only plain values, with strings as keys; got {shown(dict(state))}; pass "
-            f"the scaler in extra= instead"
-        )
-    return encoded["dict"]
-
-
 def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
     """Return the part of a run that this process saves. Collective.
 
@@ -48,13 +37,11 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
         for kind, tensors in (("parameter", run.parameters), ("buffer", run.buffers)):
             for name, tensor in tensors.items():
                 part.add(kind, name, {f"{kind}/{name}": plain(tensor, f"{kind} {name!r}")})
-        modules = {}
         for name, module in run.modules.items():
-            modules[name] = encoded = encode(module.get_extra_state(), f"module/{name}")
+            encoded = encode(module.get_extra_state(), f"module/{name}")
             part.add("module state", name, encoded.tensors)
+            part.values.setdefault("modules", {})[name] = encoded.value
             advance()
-        if modules:
-            part.values["modules"] = {name: encoded.value for name, encoded in modules.items()}
         if run.scaler is not None and run.rank == 0:
             part.values["scaler"] = _plain_state(run.scaler.state_dict())
         capture_optimizers(part, divided, as_optimizers(optimizer, run), run)
@@ -65,3 +52,14 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
     capture_extra(part, extras, run)
     check_equal_states(part, run.host)
     return divided if run.replica else part.joined(divided)
+
+
+def _plain_state(state: Mapping[str, Any]) -> Any:
+    """Return the state of a scaler. Raises CheckpointError if it holds more than plain values."""
+    encoded = encode(dict(state), "scaler").value
+    if encoded != {"dict": state}:
+        raise CheckpointError(
+            f"the state of a scaler must hold only plain values, with strings as keys; got {shown(dict(state))}; pass "
+            f"the scaler in extra= instead"
+        )
+    return encoded["dict"]

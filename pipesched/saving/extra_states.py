@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipesched.checks import check_type, shown
+from pipesched.checks import check_type, is_text, shown
 from pipesched.errors import ArgumentError, CheckpointError, InputError
 from pipesched.progress import advance
 from pipesched.saving.common_values import Encoded, kept_here
@@ -20,7 +20,7 @@ from pipesched.saving.names import model_name
 from pipesched.saving.rollback import Rollback, noted
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.saved_values import blank_reader
-from pipesched.saving.state_encoding import Encoder, at_path, decoded, is_text, tensor_keys
+from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
 from pipesched.saving.tensor_files import plain
 
 __all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
@@ -159,6 +159,8 @@ class ExtraChanges:
     def _check_leaves(self, saved: SavedRun) -> None:
         """Raise CheckpointError if a leaf has no place in its state."""
         for name, own in self._leaves.items():
+            if not own:
+                continue
             state = decoded(self._entries[name]["value"], blank_reader(saved.entries))
             for path, *_ in own:
                 if not isinstance(at_path(state, path), dict):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipesched.checks import as_path, check_type, is_count, shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
-from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.runtime.rank_host import RankHost
 from pipesched.saving.capturing import capture
 from pipesched.saving.host_buffers import HostBuffers, wait_for_devices
 from pipesched.saving.live_run import LiveRun
@@ -70,18 +70,15 @@ class Saver:
             process=run.process,
             num_processes=run.num_processes,
             writers=run.writers,
-            names=host.executor.names if isinstance(host, MeshRanks) else ("this process",),
-            timeout_s=host.timeout_s if isinstance(host, MeshRanks) else math.inf,
+            names=host.names,
+            timeout_s=math.inf if host.timeout_s is None else host.timeout_s,
         )
         agreed(host, lambda: check_shared(target))
-        others = self._others = Others(lambda: isinstance(host, MeshRanks) and host.executor.closed)
+        others = self._others = Others(lambda: host.executor.closed)
         if not asynchronous:
             agreed(host, lambda: wait_for_devices(part.tensors.values()))
             work = self._left = Work(lambda: write(target, part, run.facts, others))
-            if isinstance(host, MeshRanks):
-                work.start()
-            else:
-                work.run()
+            work.begin(host)
             together(host, work, others)
             return
         buffers = self._buffers
@@ -92,8 +89,8 @@ class Saver:
             write(target, copy, run.facts, others)
 
         self._work = Work(write_copy)
-        self._work.start()
-        self._work.end_at_exit(_timeout_s(host))
+        self._work.start(host)
+        self._work.end_at_exit(host.timeout_s)
 
     def finish(self, run: LiveRun) -> None:
         """Wait until an asynchronous save has ended in all processes. If the save failed, all processes raise."""
@@ -107,7 +104,7 @@ class Saver:
         work, self._work = self._work, None
         if work is None:
             return
-        if not work.ends(_timeout_s(host)):
+        if not work.ends(host.timeout_s):
             raise CheckpointError(
                 f"an asynchronous save must end before the pipeline is closed; {work.why_stuck}; check the file system"
             )
@@ -188,10 +185,6 @@ class Saver:
             return saved, Restoring(saved, run, *states)
 
         return _apply(run, *agreed(run.host, prepared))
-
-
-def _timeout_s(host: RankHost) -> float | None:
-    return host.timeout_s if isinstance(host, MeshRanks) else None
 
 
 def _folders(path: Path, run: LiveRun) -> list[Path]:

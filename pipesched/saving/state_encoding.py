@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipesched.checks import is_text
 from pipesched.errors import CheckpointError
 from pipesched.saving.tensor_files import bytes_of, dtype_name, dtype_of, from_bytes, plain
 
-__all__ = ["Encoder", "at_path", "decoded", "is_text", "tensor_keys"]
+__all__ = ["Encoder", "at_path", "decoded", "tensor_keys"]
 
 _LARGEST = 2**63  # integers outside +-2**63 are written as text
 _DEEPEST = 24  # the maximum depth of nesting of a value
@@ -101,15 +102,6 @@ class Encoder:
 
     def _place(self, path: tuple[Any, ...]) -> str:
         return self._prefix + "".join(f"[{part!r}]" for part in path)
-
-
-def is_text(value: str) -> bool:
-    """Return whether a string is valid Unicode, so that a file can hold it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:

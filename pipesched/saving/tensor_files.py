@@ -37,7 +37,7 @@ _LENGTH = Struct("<Q")
 _ALIGNED = 8  # the length of a header in bytes is a multiple of this number
 _LONGEST_HEADER = 1 << 32
 _BLOCK = 1 << 26  # bytes that are written, hashed or read at a time; each block is a sign of progress
-_BLOCKS_PER_FLUSH = 4  # blocks between two flushes to the disk, so that no flush takes long
+_FLUSHED = 1 << 28  # bytes between two flushes to the disk, so that no flush takes long
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -137,19 +137,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text += b" " * (-len(text) % _ALIGNED)
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        blocks = 0
+        unflushed = 0
 
         def put(data: bytes | memoryview) -> None:
-            nonlocal blocks
+            nonlocal unflushed
             view = memoryview(data)
             while view:
                 block = view[:_BLOCK]
                 block = block[: file.write(block)]
                 digest.update(block)
                 view = view[len(block) :]
-                blocks += 1
-                if blocks % _BLOCKS_PER_FLUSH == 0:
+                unflushed += len(block)
+                if unflushed >= _FLUSHED:
                     os.fsync(file.fileno())
+                    unflushed = 0
                 advance()
 
         put(_LENGTH.pack(len(text)) + text)

@@ -7,7 +7,6 @@ Work fails not only with an exception, but also if it makes no progress for the 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.util import Finalize
@@ -20,6 +19,7 @@ from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingChe
 from pipesched.progress import Progress, work_for
 from pipesched.runtime.coordination.rank_activity import user_line
 from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.tensors.caller_context import Caller
 from pipesched.user_warning import warn
 
 __all__ = ["Others", "OthersFailedError", "StuckError", "Work", "agreed", "in_all", "together"]
@@ -52,7 +52,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 @dataclass
 class Others:
-    """What the thread that saves learns from the main thread about the other processes."""
+    """Facts about the other processes of a save, which the main thread passes to the thread that writes."""
 
     #: Whether the pipeline has failed, so that the thread should not wait long for other processes.
     has_failed: Callable[[], bool] = lambda: False
@@ -62,11 +62,6 @@ class Others:
     compared_s: float = 0.0
     #: Whether the main thread has given up the save. It must then end without replacing the manifest.
     is_given_up: bool = False
-
-
-def _current_device() -> int | None:
-    """Return the index of the calling thread's CUDA device; None if the process does not use CUDA."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 class _State(NamedTuple):
@@ -101,9 +96,20 @@ class Work(Generic[T]):
         self._at_exit: Finalize | None = None
         self.error: BaseException | None = None
 
-    def start(self) -> None:
-        """Run the call in a new thread, which does not keep the interpreter from exiting."""
-        run = partial(copy_context().run, self._run_in_thread, _current_device())
+    def begin(self, host: RankHost) -> None:
+        """Run the call: over a mesh in a new thread, while this thread exchanges messages; otherwise in this thread."""
+        if isinstance(host, MeshRanks):
+            self.start(host)
+        else:
+            self.run()
+
+    def start(self, host: RankHost) -> None:
+        """Run the call in a new thread, which does not keep the interpreter from exiting.
+
+        The thread has this thread's settings and the device of the host, because the call may be the user's code.
+        """
+        caller = Caller.here((), grad=torch.is_grad_enabled())
+        run = partial(caller.context.run, self._run_in_thread, caller, host.devices[0])
         self._thread = Thread(target=run, name="pipesched saving", daemon=True)
         self._thread.start()
 
@@ -117,12 +123,12 @@ class Work(Generic[T]):
         elif self.error is not None:
             warn(f"an asynchronous save has failed: {self.error}")
 
-    def _run_in_thread(self, device: int | None) -> None:
-        """Run the call with the caller's context variables and CUDA device, because it may be the user's code."""
-        if device is not None:
-            torch.cuda.set_device(device)
+    def _run_in_thread(self, caller: Caller, device: torch.device) -> None:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
         work_for(self._progress)
-        self.run()
+        with caller.held(caller.default_device):
+            self.run()
 
     def run(self) -> None:
         """Run the call in the current thread. The call runs only once."""
@@ -233,10 +239,7 @@ def in_all(host: RankHost, make: Callable[[], T], *, stops: bool = False) -> T:
     states whether the pipeline stops if the work is stuck, because the work could later change the run.
     """
     work = Work(make)
-    if not isinstance(host, MeshRanks):
-        work.run()
-        return work.result
-    work.start()
+    work.begin(host)
     try:
         return together(host, work)
     except StuckError as error:
@@ -251,7 +254,7 @@ def _raise_if_stuck(host: MeshRanks, states: Sequence[_State]) -> None:
     if stuck:
         raise StuckError(
             f"saving and loading must make progress on all ranks; "
-            f"{', '.join(host.executor.names[rank] for rank in stuck)} failed: {_why_stuck(states[stuck[0]])}; check "
+            f"{', '.join(host.names[rank] for rank in stuck)} failed: {_why_stuck(states[stuck[0]])}; check "
             f"the file system, or pass a larger timeout="
         )
 
@@ -274,7 +277,7 @@ def _raise_any(host: RankHost, outcomes: Sequence[Any], work: Work[Any]) -> None
     if work.error is not None and work.outcome[0] == worst != "others":
         raise work.error
     rank = kinds.index(worst)
-    name = host.executor.names[rank] if isinstance(host, MeshRanks) else f"rank {rank}"
+    name = host.names[rank]
     text = outcomes[rank][1]
     if worst == "others":
         raise CheckpointError(text) from work.error

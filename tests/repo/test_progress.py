@@ -1,4 +1,4 @@
-"""Progress: what counts as a finished part, for whom, and what a heartbeat makes of it."""
+"""Progress: each thread counts its finished parts, and a heartbeat beats only after a finished part."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -17,7 +17,7 @@ from torch import nn
 
 from pipesched import Pipeline
 from pipesched.errors import CheckpointError, DamagedCheckpointError
-from pipesched.saving import writing
+from pipesched.saving import tensor_files, writing
 from pipesched.saving.manifest import Manifest, dumped
 from pipesched.saving.tensor_files import TensorFile, write_tensors
 from tests.support.jobs import kept_checkpoint
@@ -92,6 +92,21 @@ def test_killed_saves_and_changed_files() -> None:
     good = {"whole", "in the write", "between two saves", "file named as damaged", "file named as missing"}
     assert {*found} <= good, found
     assert found["whole"] == 2
+
+
+@pytest.mark.parametrize(("flushed", "flushes"), [(1 << 28, 1), (1000, 2)])
+def test_a_file_is_flushed_once_and_after_so_many_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: int, flushes: int
+) -> None:
+    """However many tensors the bytes belong to: a flush for each of many small tensors would take most of a save."""
+    calls: list[int] = []
+    monkeypatch.setattr(tensor_files.os, "fsync", calls.append)
+    monkeypatch.setattr(tensor_files, "_FLUSHED", flushed)
+    write_tensors(tmp_path / "small.safetensors", {"a": torch.zeros(1)})
+    assert len(calls) == 1
+    calls.clear()
+    write_tensors(tmp_path / "many.safetensors", {f"{at:02}": torch.zeros(2) for at in range(50)})
+    assert len(calls) == flushes
 
 
 def _save_at_the_end(path: str) -> None:
