@@ -9,7 +9,7 @@ import click
 from pipesched.cli.options import as_bytes
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
-from pipesched.program.lowering import add_gathers, add_reductions
+from pipesched.program.completion import Completion
 from pipesched.program.program import Program
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.trace import Trace
@@ -100,8 +100,8 @@ class Replicas:
                 f"{program.name!r} has {'no backward passes' if program.forward_only else has}; leave --replicas out, "
                 f"or choose another schedule, such as 1f1b"
             )
-        program = add_reductions(program, _BUCKETS)
-        return add_gathers(program, keep=self.gather_once) if self.zero == 3 else program
+        buckets = (_BUCKETS,) * program.num_stages
+        return Completion(buckets=buckets, gather_once=self.gather_once if self.zero == 3 else None).complete(program)
 
     def costs(self, program: Program) -> dict[str, Any]:
         """Return the times of the program's collectives, as fields of Costs."""

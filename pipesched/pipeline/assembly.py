@@ -38,7 +38,7 @@ from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_memory_probe import StageSizes
-from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
+from pipesched.program.checkpoint_options import checkpoint_by_layer
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets, local
 from pipesched.runtime.gradients.norms import GradientNorms
@@ -141,8 +141,7 @@ class Assembly:
         self._spec = spec
         self.layered = spec.layered
         self._host = host
-        offloads = offloading(programs.checkpoint, self.cut)
-        program = programs.connect(spec.layered.edges(self.cut), offloads)
+        program = programs.connect(spec.layered.edges(self.cut), self.cut)
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)

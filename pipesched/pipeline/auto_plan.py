@@ -27,6 +27,7 @@ from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.profiling.profile_model import put_updates
 from pipesched.profiling.recompute_refusals import put_refusals
+from pipesched.program.completion import Completion
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Microbatch, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
@@ -124,9 +125,10 @@ class AutoPlan:
             num_cores=cores_of(self.devices, self.numerics.intra_op_threads),
             offload=self.search.offload,
             effort=self.search.effort,
-            norms=self.optimizer is not None and self.numerics.needs_norms,
+            completion=Completion(
+                updates=self.optimizer is not None, norms=self.optimizer is not None and self.numerics.needs_norms
+            ),
             replica_costs=self.replicas,
-            updates=self.optimizer is not None,
             in_tree=self.numerics.reduction_order == "tree",
         )
         plan = find_plan_of_replicas(search_request) if self.gather_once is None else find_plan(search_request)

@@ -117,7 +117,7 @@ class CostBook:
     def _replica_costs(self, programs: ProgramFactory) -> ReplicaCosts | None:
         if self._replicas is None or not programs.buckets:
             return None
-        return self._replicas.gathering(once=programs.gather_once is not False)
+        return self._replicas.gathering(once=programs.completion.gather_once is not False)
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
         """Return the layers' costs, keyed by layer. The first call measures the layers; no step may run meanwhile.

@@ -27,7 +27,6 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.replan_verdict import Replanned, certain, layers_moved, strayed, verdict
-from pipesched.program.checkpoint_options import offloading
 from pipesched.program.program import Program
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.simulation.comparison import measured_costs
@@ -198,7 +197,7 @@ class Replanner:
             limits: the maximum number of bytes that each rank may hold. Default: None (no limit).
 
         """
-        programs.connect(self._book.layered.edges(cut), offloading(programs.checkpoint, cut))
+        programs.connect(self._book.layered.edges(cut), cut)
         costs = self._book.stage_costs(programs, cut)
         costs = replace(costs, update_s=tuple(update_s * size for size in costs.weight_bytes))
         timed = programs.full.timed

@@ -105,6 +105,7 @@ class RunningPlan:
             alternatives=stage_cut.alternatives,
             layer_classes=class_names(model, chain.from_iterable(stage_cut.cut)),
             replication=book.replication(programs),
+            completion=programs.completion,
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:

@@ -295,6 +295,7 @@ class SavingInterface(ModuleInterface):
                 program=running.program,
                 checkpoint=programs.checkpoint,
                 options=programs.options,
+                completion=programs.completion,
             )
             self._described = assembly, plan.to_dict()
         num_replicas = len(running.host.grid.rows)

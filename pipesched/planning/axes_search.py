@@ -18,6 +18,7 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner, find_plan
+from pipesched.program.completion import Completion
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ZERO_LEVELS, ReplicaCosts, Replication
@@ -113,6 +114,7 @@ class AxesRequest:
                 links=own.pipeline_links(),
                 all_ranks=True,
                 replica_costs=own,
+                completion=Completion(updates=True),
                 effort=_EFFORT_EACH,
                 **self.options,
             )

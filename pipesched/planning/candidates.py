@@ -8,7 +8,6 @@ from pipesched import schedules
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import Checkpoint, CheckpointMode, checkpoint_by_layer
-from pipesched.program.lowering import add_recompute
 from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
@@ -96,11 +95,6 @@ class Candidate:
     def program(self) -> Program:
         """The program that the schedule creates, without recomputes."""
         return self.schedule.program(self.num_ranks, self.num_microbatches)
-
-    @cached_property
-    def runs(self) -> Program:
-        """The program with the recomputes that ``checkpoint`` adds."""
-        return add_recompute(self.program, self.checkpoint)
 
     @property
     def is_written(self) -> bool:

@@ -227,7 +227,7 @@ def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: 
 
 def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
     """Return whether two candidates have the same stages and the same program."""
-    return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
+    return (one.stages, one.runs) == (other.stages, other.runs)
 
 
 def _fastest(tried: Sequence[_Tried], usual: float) -> _Tried:

@@ -8,12 +8,12 @@ from typing import Any
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
-from pipesched.program.lowering import add_norms, add_offloading, add_updates
+from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words
+from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
-from pipesched.simulation.replication import Replication, add_replication
+from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_speed
@@ -35,29 +35,17 @@ class EvaluatedCandidate:
     limit_bytes: tuple[int, ...] | None = None
     #: The number of receives per channel that are posted in advance, each with a buffer.
     posted: int = 0
-    #: Whether the updates of a step wait for the norm of all gradients.
-    norms: bool = False
+    #: The actions that a step adds to the candidate's program.
+    completion: Completion = UNCHANGED
     #: The replicas that run the candidate. None: replicas are not considered.
     replication: Replication | None = None
-    #: With replicas, whether a step updates the weights.
-    updates: bool = True
     #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
 
     @cached_property
     def runs(self) -> Program:
-        """The program that runs in a step of this candidate.
-
-        The program contains the recomputes, the copies to and from the host, and the collectives in which replicas sum
-        gradients and gather weights. The program contains the updates only if the updates wait for the norm of all
-        gradients, or if replicas update the weights.
-        """
-        program = self.candidate.runs
-        if self.replication is not None:
-            program = add_replication(program, self.costs, self.replication, updates=self.updates)
-        if self.norms:
-            program = add_norms(add_updates(program))
-        return add_offloading(program, offloading(self.candidate.checkpoint, self.stages))
+        """The program that runs in a step of this candidate, except messages between ranks."""
+        return self.completion.complete(self.candidate.program)
 
     @cached_property
     def step_s(self) -> float:
@@ -72,9 +60,8 @@ class EvaluatedCandidate:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The peak memory of each rank, in bytes."""
-        program = add_updates(self.runs) if any(self.costs.update_transient_bytes) else self.runs
         replicas = None if self.replication is None else self.replication.buffers(self.costs)
-        memories = rank_memory(program, self.costs, posted=self.posted, replicas=replicas, in_tree=self.in_tree)
+        memories = rank_memory(self.runs, self.costs, posted=self.posted, replicas=replicas, in_tree=self.in_tree)
         return tuple(memory.total_bytes for memory in memories)
 
     @property

@@ -13,24 +13,24 @@ from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.partitioning.result import Partition, StageLayers, span, with_class_name
 from pipesched.planning.alternatives import Alternative, taken
-from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
+from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words
+from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.program.dependencies import StageGraph, chain
 from pipesched.program.liveness import peak_in_flight
-from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.program.validation import validate
 from pipesched.simulation.communication import AxisCommunication, communication
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import RankMemory, rank_memory
-from pipesched.simulation.replication import Replication, add_replication
+from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate, simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
 from pipesched.whole_files import write_whole
 
-__all__ = ["Plan", "Tie", "searched_before"]
+__all__ = ["Plan", "Tie", "completion_of", "searched_before"]
 
 _EFFORT = 1 / 120  # the relative effort of a search for more micro-batches than a plan's program has
 _ROUNDING = 1e-9  # a step this close to a bound is optimal: sums of times are rounded
@@ -82,6 +82,9 @@ class Plan:
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
         replication: the number of replicas that run the program on different rows, and the tensors that are split
             across the replicas (``zero``). ``costs`` describes one replica. None: the plan does not depend on replicas.
+        completion: the actions that a step adds to the program: updates, norms, recomputes, copies to the host, and the
+            collectives of replicas. Only ``updates`` and ``norms`` are given; the rest follows from the other fields.
+            Default: no updates.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
 
@@ -97,6 +100,7 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     replication: Replication | None = None
+    completion: Completion = UNCHANGED
     proved_bound_s: float | None = None
     #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -104,6 +108,8 @@ class Plan:
     def __post_init__(self) -> None:
         names = (name for layers in self.stages for name in layers)
         object.__setattr__(self, "checkpoint", as_checkpoint(self.checkpoint, names))
+        own = completion_of(self.completion, self.stages, self.checkpoint, self.costs, self.replication)
+        object.__setattr__(self, "completion", own)
 
     @property
     def boundaries(self) -> list[str]:
@@ -131,18 +137,15 @@ class Plan:
         return schedule if made == self.chained else None
 
     @property
-    def treated(self) -> Program:
-        """The program with the recomputes and host copies that ``checkpoint`` adds, and the collectives of replicas."""
-        program = add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
-        if self.replication is None or self.costs is None:
-            return program
-        return add_replication(program, self.costs, self.replication)
+    def completed(self) -> Program:
+        """The program with all actions that ``completion`` adds."""
+        return self.completion.complete(self.program)
 
     def predicted(self) -> Trace | None:
         """Return the simulated step, with a lower bound on the step time of these stages; None if ``costs`` is None."""
         if self.costs is None:
             return None
-        trace = simulate_with_bound(self.treated, self.costs)
+        trace = simulate_with_bound(self.completed, self.costs)
         if self.proved_bound_s is None or trace.bound_s is None:
             return trace
         return replace(trace, bound_s=max(trace.bound_s, self.proved_bound_s))
@@ -152,7 +155,7 @@ class Plan:
         if self.costs is None:
             return ()
         replicas = None if self.replication is None else self.replication.buffers(self.costs)
-        return rank_memory(self.treated, self.costs, replicas=replicas)
+        return rank_memory(self.completed, self.costs, replicas=replicas)
 
     @property
     def mesh(self) -> dict[str, int] | None:
@@ -164,7 +167,7 @@ class Plan:
 
     def communication(self) -> tuple[AxisCommunication, ...]:
         """Return the predicted communication on each axis: pipeline, replicas and zero; () if ``costs`` is None."""
-        return communication(self.treated, self.costs, self.replication) if self.costs else ()
+        return communication(self.completed, self.costs, self.replication) if self.costs else ()
 
     def explain(self) -> str:
         """Describe the plan as text: stages, costs, bottleneck, optimality of the split, ties and predicted step."""
@@ -232,7 +235,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. ``"predicted"`` is only for human readers and is ignored on loading."""
-        predicted = simulate(self.treated, self.costs) if self.costs else None
+        predicted = simulate(self.completed, self.costs) if self.costs else None
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
         values = {
             "schedule": self.schedule,
@@ -250,6 +253,7 @@ class Plan:
         }
         if self.replication is not None:
             values["replication"] = self.replication.to_dict()
+        values["completion"] = {"updates": self.completion.updates, "norms": self.completion.norms}
         if self.proved_bound_s is not None:
             values["proved_bound_s"] = self.proved_bound_s
         return values
@@ -296,6 +300,7 @@ class Plan:
                 options=dict(options),
                 partition=partition,
                 replication=maybe(Replication.from_dict)(values.get("replication")),
+                completion=_read_completion(values),
                 proved_bound_s=_as_bound(values.get("proved_bound_s")),
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -375,8 +380,32 @@ _MORE = (
     "partition",
     "costs",
     "replication",
+    "completion",
     "proved_bound_s",
 )
+
+
+def completion_of(
+    completion: Completion,
+    stages: StageLayers,
+    checkpoint: Checkpoint,
+    costs: Costs | None,
+    replication: Replication | None,
+) -> Completion:
+    """Return a copy of a completion with the actions that a plan's stages, checkpoint option and replicas need.
+
+    Args:
+        completion: tells whether a step updates the weights, and whether updates wait for the norm of all gradients.
+        stages: the layers of each stage.
+        checkpoint: the plan's checkpoint option.
+        costs: the costs of the stages, with the buckets of gradients. None: not measured, so there are no collectives.
+        replication: the replicas; None for a single pipeline.
+
+    """
+    buckets = () if costs is None else tuple(map(len, costs.reduce_s))
+    gather_once = replication.gather_once if replication is not None and replication.zero == 3 else None
+    treated = completion.treating(checkpoint, stages)
+    return replace(treated, buckets=buckets if any(buckets) else (), gather_once=gather_once)
 
 
 def searched_before(program: Program, costs: Costs | None) -> Schedule:
@@ -406,6 +435,17 @@ def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
     schedule = schedules.get(name)
     given = {**options, "chunks_per_rank": chunks}
     return schedule.with_options(**{option: given[option] for option in schedule.options if option in given})
+
+
+def _read_completion(values: Mapping[str, Any]) -> Completion:
+    """Return what a saved plan says of its updates. Plans without this field have updates if they have replicas."""
+    given = values.get("completion")
+    if given is None:
+        return Completion(updates=values.get("replication") is not None)
+    check_known("a plan's completion must have", given, ("updates", "norms"))
+    for name, value in given.items():
+        check_type(value, bool, f"{name} of a plan must be True or False", "save the plan again")
+    return Completion(**given)
 
 
 def _read_program(values: Mapping[str, Any]) -> Program:

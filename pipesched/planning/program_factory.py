@@ -12,18 +12,10 @@ from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.planning.plan import searched_before
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.program.checkpoint_options import Checkpoint
+from pipesched.program.completion import Completion
 from pipesched.program.dependencies import StageGraph, chain
 from pipesched.program.gathers import check_collectives
-from pipesched.program.lowering import (
-    add_gathers,
-    add_norms,
-    add_offloading,
-    add_recompute,
-    add_reductions,
-    add_updates,
-    forward_then_backward,
-    lower,
-)
+from pipesched.program.lowering import forward_then_backward, lower
 from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
@@ -60,9 +52,9 @@ class ProgramFactory:
     def __init__(self, request: PlanRequest, num_devices: int, *, updates: bool = False, norms: bool = False) -> None:
         if request.num_ranks is not None:
             num_devices = _as_planned(request.num_ranks, num_devices)
-        self.updates = updates
-        self.norms = norms
         self.checkpoint: Checkpoint = request.checkpoint or "never"
+        #: The actions that a training step adds to the program of the schedule.
+        self.completion = Completion(updates=updates, norms=norms).treating(self.checkpoint)
         self.source = _source(request, num_devices)
         self._request = request
         if isinstance(self.source, Program):
@@ -74,11 +66,8 @@ class ProgramFactory:
             self.num_ranks = min(num_devices, num_stages) if placed is None else max(placed) + 1
             self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
         self.graph: StageGraph | None = None
-        self.offloading: frozenset[int] = frozenset()
         #: For each stage, the layers whose gradients are summed across replicas; empty for a single replica.
         self.buckets: Sequence[Sequence[str]] = ()
-        #: Whether a run gathers the weights of a stage only once. None: the weights are not split across replicas.
-        self.gather_once: bool | None = None
         #: The number of orders searched for micro-batches of different sizes.
         self.num_searched = 0
         self._made: dict[int, StepPrograms] = {}
@@ -166,14 +155,15 @@ class ProgramFactory:
         options = self.source.options if isinstance(self.source, Schedule) else {}
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
-    def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Set the connections between stages. A connection leads from a producing to a consuming stage.
+    def connect(self, edges: Sequence[tuple[int, int]], stages: Sequence[Collection[str]] = ()) -> Program:
+        """Set the layers of each stage, and the connections between stages.
 
-        A bidirectional schedule has a chain of stages for each direction. All chains get the same connections.
+        A connection leads from a producing to a consuming stage. A bidirectional schedule has a chain of stages for
+        each direction. All chains get the same connections.
 
         Args:
             edges: pairs of a producing and a consuming stage of one chain.
-            offloading: the stages of a chain that copy activations to the host.
+            stages: the layers of each stage of a chain, which the option ``checkpoint`` names.
 
         Returns:
             The program for a full batch.
@@ -182,9 +172,9 @@ class ProgramFactory:
         program = self.full.plain
         chains = range(0, program.num_stages, program.num_weights)
         graph = StageGraph.of(program.num_stages, [(at + giver, at + taker) for at in chains for giver, taker in edges])
-        if graph != program.graph or frozenset(offloading) != self.offloading:
+        self._complete_with(self.completion.treating(self.checkpoint, stages))
+        if graph != program.graph:
             self.graph = graph
-            self.offloading = frozenset(offloading)
             self._forget()
         return self.full.plain
 
@@ -203,9 +193,13 @@ class ProgramFactory:
         """
         if isinstance(self.source, Program):
             check_collectives(self.source, list(map(len, buckets)), gathers=gather_once is not None)
-        if (buckets, gather_once) != (self.buckets, self.gather_once):
-            self.buckets = buckets
-            self.gather_once = gather_once
+        self.buckets = buckets
+        counts = tuple(map(len, buckets))
+        self._complete_with(replace(self.completion, buckets=counts, gather_once=gather_once))
+
+    def _complete_with(self, completion: Completion) -> None:
+        if completion != self.completion:
+            self.completion = completion
             self._forget()
 
     def _forget(self) -> None:
@@ -219,23 +213,23 @@ class ProgramFactory:
         norms.
         """
         program = self.full.plain
-        if program.has_updates and not self.updates:
+        if program.has_updates and not self.completion.updates:
             raise ScheduleError(
                 f"schedule {program.name!r} updates the weights while micro-batches are in flight, so it needs an "
                 f"optimizer for each stage; got none; pass optimizer=, such as lambda params: SGD(params, lr=0.1)"
             )
-        if self.updates and program.num_weights < program.num_stages:
+        if self.completion.updates and program.num_weights < program.num_stages:
             raise ScheduleError(
                 f"optimizer= needs separate weights for each stage; here {counted(program.num_stages, 'stage')} share "
                 f"{counted(program.num_weights, 'weight copy')}; leave optimizer= out and step an optimizer of your own"
             )
-        if self.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
+        if self.completion.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
             raise ScheduleError(
                 f"clip_grad_norm=, scaler= and on_nonfinite= need a single update per step, after all gradients of the "
                 f"step; schedule {program.name!r} updates the weights while micro-batches are in flight; leave these "
                 f"options out, or choose a synchronous schedule, such as 1f1b"
             )
-        if program.has_norms and not self.norms:
+        if program.has_norms and not self.completion.norms:
             raise ScheduleError(
                 f"a program may only have NORM actions if an option uses gradient norms; program {program.name!r} has "
                 f"NORM actions, but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove "
@@ -305,34 +299,13 @@ class StepPrograms:
         factory = self._factory
         source = self._source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
-        program = add_updates(program) if factory.updates else program
-        program = add_norms(program) if factory.norms else program
-        return self._completed(program)
+        return factory.completion.complete(program)
 
     @cached_property
     def gradients(self) -> Program:
         """The program of a step that updates no weights, with transfers between ranks."""
         program = forward_then_backward(self.plain) if self.plain.has_updates else self.plain
-        return lower(self._completed(program))
-
-    def _completed(self, program: Program) -> Program:
-        """Add sums over replicas, gathers, recomputes and offloads to a program."""
-        factory = self._factory
-        if factory.buckets:
-            program = add_reductions(program, [len(layers) for layers in factory.buckets])
-        program = self._gathering(program)
-        program = add_recompute(program, factory.checkpoint)
-        return add_offloading(program, factory.offloading)
-
-    def _gathering(self, program: Program) -> Program:
-        """Add the gathers of weights to a program of this pipeline, if the weights are split across replicas."""
-        factory = self._factory
-        if factory.gather_once is None or program.has_gathers:
-            return program
-        stages = [stage for stage, layers in enumerate(factory.buckets) if layers]
-        program = add_gathers(program, keep=factory.gather_once, stages=stages)
-        validate(program)
-        return program
+        return replace(self._factory.completion, updates=False, norms=False).lower(program)
 
     def _beginning(self, schedule: Schedule) -> Program:
         """Return the first steps of a stream of overlapping steps, until the order of actions repeats.
@@ -380,12 +353,12 @@ class StepPrograms:
     @cached_property
     def inference(self) -> Program:
         """The program with only the forwards, plus transfers between ranks."""
-        return lower(self._gathering(self.plain.forward()))
+        return self._factory.completion.lower(self.plain.forward())
 
     @cached_property
     def open_pass(self) -> Program:
         """The program that runs all forwards and then all backward passes, with transfers between ranks."""
-        return lower(add_recompute(forward_then_backward(self.plain), self._factory.checkpoint))
+        return Completion(recompute=self._factory.completion.recompute).lower(forward_then_backward(self.plain))
 
 
 def _as_planned(num_ranks: int, num_devices: int) -> int:

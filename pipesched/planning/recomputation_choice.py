@@ -22,6 +22,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, Effort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.plan import completion_of
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
@@ -233,6 +234,7 @@ class RecomputationChooser:
         if search.links:
             costs = replace(costs, links=search.links)
         replicas = search.replica_costs
+        replication = None if replicas is None else replicas.replication
         if replicas is not None:
             costs = replicas.added(costs, candidate.placement, self._buckets(candidate, stages))
         return EvaluatedCandidate(
@@ -241,9 +243,8 @@ class RecomputationChooser:
             costs=costs,
             limit_bytes=search.memory_limit_bytes,
             posted=search.posted,
-            norms=search.norms,
-            replication=None if replicas is None else replicas.replication,
-            updates=search.updates,
+            completion=completion_of(search.completion, stages, candidate.checkpoint, costs, replication),
+            replication=replication,
             in_tree=search.in_tree,
         )
 

@@ -14,6 +14,7 @@ from pipesched.planning.candidates import LADDER, microbatch_counts
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.program.checkpoint_options import Checkpoint, CheckpointMode, LayerCheckpoint, as_checkpoint
+from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.program.liveness import rank_limits
 from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement
@@ -76,13 +77,11 @@ class SearchRequest:
     offload: Offload = "auto"
     #: The number of actions that the search is allowed to simulate.
     effort: int = EFFORT
-    #: Whether the updates of a step wait for the norm of all gradients.
-    norms: bool = False
+    #: Whether a step updates the weights, and whether updates wait for the norm of all gradients.
+    completion: Completion = UNCHANGED
     #: The costs of replicas, each of which runs the plan on ``num_ranks`` ranks with ``batch_size`` rows. None: one
-    #: pipeline, without updates.
+    #: pipeline.
     replica_costs: ReplicaCosts | None = None
-    #: With replicas, whether a step updates the weights.
-    updates: bool = True
     #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
 
@@ -217,7 +216,8 @@ class SearchRequest:
                 micro-batch size is within the range of the measured sizes.
             ranks_are: "threads" or "processes". Default: "threads".
             num_cores: the number of CPU cores that all ranks share. Default: ``num_ranks``.
-            others: other fields of SearchRequest.
+            others: other fields of SearchRequest. The default of ``completion`` is updates, if the profile has the
+                costs of an optimizer.
 
         Raises:
             PartitionError: for invalid values.
@@ -240,6 +240,7 @@ class SearchRequest:
                 f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass a different num_microbatches or "
                 f"batch_size, or measure more sizes"
             )
+        others.setdefault("completion", Completion(updates=_has_updates(profile)))
         return cls(
             replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
             Pins(profile.layers, request.boundaries, request.together),
@@ -253,6 +254,12 @@ class SearchRequest:
             ranks_are=ranks_are,
             **others,
         )
+
+
+def _has_updates(profile: Profile) -> bool:
+    """Return whether a profile has the costs of an optimizer."""
+    layers = next(iter(profile.graphs.values())).nodes
+    return any(node.get(cost) for node in layers.values() for cost in ("update_s", "optimizer_bytes"))
 
 
 def check_offload(offload: Any) -> None:

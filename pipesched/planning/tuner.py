@@ -443,6 +443,7 @@ class Tuner:
             alternatives=tuple(self._alternatives(chosen)),
             layer_classes=self._chooser.graph(candidate.num_microbatches).graph.get("classes", {}),
             replication=chosen.replication,
+            completion=chosen.completion,
         )
 
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
@@ -518,7 +519,7 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
         split=split or candidate.splits,
         effort=0,
     )
-    return bound_s if found.replication is None else bound_s + _end_s(found.costs, updates=found.updates)
+    return bound_s + _end_s(found.costs, updates=found.completion.updates)
 
 
 def _end_s(costs: Costs, *, updates: bool) -> float:

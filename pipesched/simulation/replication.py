@@ -13,13 +13,11 @@ from typing import Any, Literal
 from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
-from pipesched.program.lowering import add_gathers, add_reductions, add_updates
-from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.replica_memory import CopyMemory, ModelStates, ReplicaMemory, held_states
 
-__all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replication"]
+__all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication"]
 
 #: The values of ``zero=``.
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -136,20 +134,6 @@ class Replication:
     def from_dict(cls, values: Mapping[str, Any]) -> "Replication":
         """Make a replication from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a replication must have")
-
-
-def add_replication(program: Program, costs: Costs, replication: Replication, *, updates: bool = True) -> Program:
-    """Append the updates to a program, and insert a REDUCE for each bucket in ``costs.reduce_s``.
-
-    If the replicas divide the weights, the stages with buckets also get UNSHARDs and RESHARDs. With ``updates=False``,
-    no updates are appended.
-    """
-    buckets = [len(times) for times in costs.reduce_s]
-    program = add_reductions(add_updates(program) if updates else program, buckets)
-    if replication.zero < 3:
-        return program
-    stages = [stage for stage, count in enumerate(buckets) if count]
-    return add_gathers(program, keep=replication.gather_once, stages=stages)
 
 
 class ReplicaCosts:

@@ -103,7 +103,7 @@ def test_divided_weights_are_gathered_for_each_use_only_if_memory_requires_it():
         assert ("weights gathered for each use" in str(Report(chosen))) is not once
         assert Plan.from_dict(json.loads(json.dumps(chosen.to_dict()))).replication == chosen.replication
     assert [own.axis for own in chosen.communication()] == ["pipeline", "replicas", "zero"]
-    gathers = sum(map(chosen.treated.gathers.__getitem__, (0, 2, 4, 6)))
+    gathers = sum(map(chosen.completed.gathers.__getitem__, (0, 2, 4, 6)))
     assert chosen.communication()[2].sent_bytes == gathers * 10**6 // 2
     with pytest.raises(MemoryLimitError):
         find_plan_of_replicas(replace(search, memory_limit_bytes=(limits[False] // 2,) * 2))

@@ -46,7 +46,7 @@ class Machine:
         slow = factor if isinstance(factor, tuple) else (factor,) * plan.program.num_ranks  # of each rank
         slower = [slow[rank] for rank in plan.program.placement]
         times = {time: tuple(map(mul, slower, getattr(costs, time))) for time in TIMES}
-        return simulate(plan.treated, replace(costs, **times))
+        return simulate(plan.completed, replace(costs, **times))
 
 
 def lying(truth, heavy=6, **layers):

@@ -15,7 +15,7 @@ from pipesched.planning.candidates import microbatch_counts, synchronous
 from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
-from pipesched.program.lowering import add_norms, add_updates
+from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.profile import Profile
@@ -80,14 +80,17 @@ def test_no_baseline_is_faster_and_the_plan_is_proved(times, ranks, count):
 def test_a_step_with_norms_ends_with_updates_that_wait_for_all_ranks():
     """Rank 1 has all the updates to do. Without the barrier it would do them while rank 0 is in its last backward."""
     costs = {"schedule": schedules.get("1f1b"), "links": Links(Link(latency_s=2.0)), "all_ranks": True}
-    asked = search([1.0, 1.0], boundaries=[1], norms=True, **costs)
+    asked = search([1.0, 1.0], boundaries=[1], completion=Completion(updates=True, norms=True), **costs)
     asked.profile.graphs[1].nodes["layer1"]["update_s"] = 5.0
     plan = find_plan(asked)
-    program = add_updates(plan.program)
-    free, bound = simulate(program, plan.costs), simulate(add_norms(program), plan.costs)
-    assert plan.alternatives[0].step_s == bound.makespan_s
-    assert bound.makespan_s == plan.predicted().makespan_s + 2.0 + 5.0 > free.makespan_s
-    assert find_plan(replace(asked, norms=False)).alternatives[0].step_s == plan.predicted().makespan_s
+    without, free, bound = (
+        simulate(completion.complete(plan.program), plan.costs)
+        for completion in (UNCHANGED, Completion(updates=True), asked.completion)
+    )
+    assert plan.alternatives[0].step_s == plan.predicted().makespan_s == bound.makespan_s
+    assert bound.makespan_s == without.makespan_s + 2.0 + 5.0 > free.makespan_s
+    plan = find_plan(replace(asked, completion=Completion(updates=True)))
+    assert plan.alternatives[0].step_s == plan.predicted().makespan_s == free.makespan_s
 
 
 def test_a_profile_always_gives_the_same_plan():

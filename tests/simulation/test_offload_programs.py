@@ -186,12 +186,12 @@ def test_copies_come_after_what_made_their_memory_and_before_what_uses_it_again(
 
 
 def test_copies_go_with_the_last_cut_and_programs_are_made_again_only_where_it_differs() -> None:
-    programs = ProgramFactory(PlanRequest(schedule="gpipe", num_microbatches=4), 2)
+    programs = ProgramFactory(PlanRequest(schedule="gpipe", num_microbatches=4, checkpoint={"a": "offload"}), 2)
     without = programs.of(4).timed
-    programs.connect([(0, 1)], {0})
+    programs.connect([(0, 1)], [["a"], ["b"]])
     copying = programs.of(4).timed
     assert copying == add_offloading(without, {0}) != without
-    programs.connect([(0, 1)], {0})
+    programs.connect([(0, 1)], [["a"], ["b"]])
     assert programs.of(4).timed is copying
-    programs.connect([(0, 1)])
+    programs.connect([(0, 1)], [["b"], ["c"]])
     assert programs.of(4).timed == without

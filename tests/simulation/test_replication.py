@@ -5,9 +5,10 @@ import pytest
 from pipesched import Costs, Link, Links, schedules, simulate
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
+from pipesched.program.completion import Completion
 from pipesched.simulation.communication import communication
 from pipesched.simulation.replica_memory import ModelStates
-from pipesched.simulation.replication import ReplicaCosts, Replication, add_replication
+from pipesched.simulation.replication import ReplicaCosts, Replication
 
 INSIDE, BETWEEN = Link(0, 100.0), Link(0, 10.0)
 LINKS = Links.of_hosts(2, 4, inside=INSIDE, between=BETWEEN)
@@ -67,9 +68,7 @@ def test_zero_divides_states_and_updates_and_gathers_weights():
 def test_one_replica_adds_no_sums():
     costs = ReplicaCosts(Replication(), 2, LINKS).added(stages(), (0, 1), BUCKETS)
     assert costs.reduce_s == ((), ())
-    program = add_replication(schedules.get("1f1b").program(2, 4), costs, Replication())
-    assert program.has_updates
-    assert not any(program.buckets)
+    assert not any(map(len, costs.reduce_bytes))
 
 
 def test_bytes_sent_are_those_of_a_ring():
@@ -87,16 +86,14 @@ def test_each_replica_holds_all_weights_and_gradients_but_its_part_of_the_states
 def test_the_update_lasts_until_the_weights_are_gathered():
     costs = of_two(zero=2)
     assert costs.times(Kind.UPDATE) == (14, 19)
-    trace = simulate(
-        add_replication(schedules.get("1f1b").program(2, 1), costs, Replication(num_replicas=2, zero=2)), costs
-    )
+    trace = simulate(Completion(updates=True, buckets=(2, 1)).complete(schedules.get("1f1b").program(2, 1)), costs)
     assert trace.makespan_s == max(24 + 5 + 14, 16 + 15 + 19)
 
 
 def test_communication_is_reported_for_each_axis():
     """Rank 1's sum takes 30 s behind the 8 s of rank 0's backward, and delays its update."""
     costs = of_two()
-    program = add_replication(schedules.get("1f1b").program(2, 1), costs, Replication(num_replicas=2))
+    program = Completion(updates=True, buckets=(2, 1)).complete(schedules.get("1f1b").program(2, 1))
     pipeline, replicas = communication(program, costs, Replication(num_replicas=2))
     assert (pipeline.axis, pipeline.size, pipeline.seconds, pipeline.hidden) == ("pipeline", 2, 0, None)
     assert (replicas.axis, replicas.size, replicas.sent_bytes, replicas.seconds) == ("replicas", 2, 300, 30)

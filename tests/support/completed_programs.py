@@ -83,17 +83,17 @@ class Case:
             schedule = schedule.with_options(chunks_per_rank=self.chunks)
         if "effort" in schedule.options:
             schedule = schedule.with_options(effort=1 / 120)
-        treatment = "never" if self.treatment == "offload" else self.treatment
+        treatment = {layer: "offload" for stage in self.offloaded for layer in self.layers[stage]}
         request = PlanRequest(
             schedule=schedule,
             num_stages=self.num_stages,
             num_microbatches=_NUM_MICROBATCHES,
-            checkpoint=treatment,
+            checkpoint=treatment or self.treatment,
         )
         norms = self.updates == "clipping"
         factory = ProgramFactory(request, _NUM_RANKS, updates=self.updates != "none", norms=norms)
         chain = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
-        program = factory.connect([*chain, (0, 2)], self.offloaded)
+        program = factory.connect([*chain, (0, 2)], self.layers)
         if self.replication is not None:
             whole = program.num_weights == program.num_stages
             once = self.replication.gather_once if self.replication.zero == 3 else None

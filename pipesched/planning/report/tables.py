@@ -163,7 +163,7 @@ def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
 def _stages(plan: Plan) -> Table:
     costs = plan.costs
     treated = checkpoint_by_layer(plan.checkpoint)
-    runs = plan.treated.index
+    runs = plan.completed.index
     kinds = [kind for kind in _TIMED if runs.has(kind)]
     summaries = plan.partition.summaries if plan.partition is not None else ()
     # Costs that come only from measured steps have no sizes.

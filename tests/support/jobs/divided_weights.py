@@ -144,7 +144,7 @@ def report(group: Any) -> tuple[str, set[str]]:
     with pipe:
         run(pipe.step, 0, replica)
         assert pipe.predicted.hidden_communication is not None
-        assert pipe.plan.treated.gathers == (1, 1)
+        assert pipe.plan.completed.gathers == (1, 1)
         return f"{pipe.plan.explain()}\n{pipe.report()}", {str(span.action.kind) for span in pipe.trace.spans}
 
 
