@@ -9,7 +9,7 @@ import networkx as nx
 from torch import Tensor, nn
 
 from pipesched.capture.capture import INPUT, Capture, Value
-from pipesched.model.class_names import class_names
+from pipesched.model.module_tree import class_names
 from pipesched.simulation.layer_costs import LayerCosts
 
 __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]

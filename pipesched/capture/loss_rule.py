@@ -15,7 +15,7 @@ from torch import Tensor
 from pipesched.capture.loss_reading import LossReader, Reduced, Unclear, Weight
 from pipesched.capture.loss_reduction import weights_in_numbers
 from pipesched.errors import InputError, PipeschedError
-from pipesched.tensors.layer_values import LayerValues
+from pipesched.tensors.tensor_table import LayerValues
 
 __all__ = ["LossRule"]
 

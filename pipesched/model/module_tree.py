@@ -12,10 +12,11 @@ from pipesched.tensors.torch_insides import is_compiled
 from pipesched.units import and_more, counted
 
 __all__ = [
-    "RECORDING",
     "Members",
+    "RECORDING",
     "check_hooks",
     "check_initialised",
+    "class_names",
     "hooks_of",
     "is_in_a_row",
     "is_recorder",
@@ -189,3 +190,15 @@ def _change(known: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return f"{left} of {len(known)} modules are left"
     moved = next(key for key, module in now.items() if known.get(key) is not module)
     return f"the order has changed: {moved!r} is now the module that was {names[now[moved]]!r}"
+
+
+def class_names(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
+    """Return the class name of each layer that is a numbered member of an nn.Sequential, keyed by layer name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {}
+    for layer in layers:
+        path = layer.partition("#")[0]  # a layer's second call is name#2
+        parent, _, number = path.rpartition(".")
+        if number.isdecimal() and path in modules and isinstance(modules.get(parent), nn.Sequential):
+            found[layer] = type(modules[path]).__name__
+    return found

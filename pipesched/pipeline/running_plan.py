@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import InputError
-from pipesched.model.class_names import class_names
+from pipesched.model.module_tree import class_names
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly
 from pipesched.pipeline.cost_book import CostBook

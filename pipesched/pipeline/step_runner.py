@@ -40,8 +40,8 @@ from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.layer_values import LayerValues
 from pipesched.tensors.sampled_values import digest_of_values
+from pipesched.tensors.tensor_table import LayerValues
 from pipesched.units import counted
 
 __all__ = ["StepRunner"]

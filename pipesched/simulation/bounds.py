@@ -25,8 +25,8 @@ from pipesched.program.liveness import rank_limits
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs, check_costs
+from pipesched.simulation.relaxation.chain_costs import StageTimes, stage_times
 from pipesched.simulation.relaxation.label_bound import label_bound
-from pipesched.simulation.relaxation.stage_times import StageTimes, stage_times
 from pipesched.units import counted
 
 __all__ = ["lower_bound", "program_bound"]

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from pipesched.runtime.gradients.shards import row_cuts
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.gradient_norm import (
     as_max_norm,
@@ -14,7 +15,6 @@ from pipesched.tensors.gradient_norm import (
     norm_of,
     total_norm,
 )
-from pipesched.tensors.row_cuts import row_cuts
 from pipesched.torch_checks import as_threads
 
 __all__ = ["clip_grad_norm_"]

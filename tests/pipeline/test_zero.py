@@ -6,8 +6,7 @@ from torch import nn
 
 from pipesched import Distributed
 from pipesched.errors import InputError
-from pipesched.runtime.gradients.shards import Shards
-from pipesched.tensors.row_cuts import row_cuts
+from pipesched.runtime.gradients.shards import Shards, row_cuts
 from tests.support.jobs import zero
 from tests.support.jobs.zero import Case
 from tests.support.rank_processes import Ranks

@@ -1,13 +1,16 @@
 """Shards: divides parameters among replicas, so that each replica updates only a part of them."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from pipesched.tensors.row_cuts import row_cuts
+__all__ = ["Shards", "row_cuts"]
 
-__all__ = ["Shards"]
+#: Pieces start at multiples of this number of elements. A CPU kernel processes most elements in groups with vector
+#: instructions, and the last elements one by one, which can round differently. 64 is a multiple of every group size.
+_ALIGNED = 64
 
 
 class Shards:
@@ -92,3 +95,19 @@ def _part(tensor: Tensor, start: int, end: int) -> Tensor | None:
     if start == end:
         return None
     return tensor[start:end] if tensor.dim() else tensor
+
+
+def row_cuts(shape: Sequence[int], num_pieces: int) -> list[tuple[int, int]] | None:
+    """Return (first row, last row + 1) for each piece, or None if the tensor has too few rows.
+
+    Elementwise updates of the pieces and of the whole tensor are bit-identical. The pieces have almost the same number
+    of rows, and longer pieces come last.
+    """
+    if not shape or 0 in shape:
+        return None
+    step = _ALIGNED // math.gcd(_ALIGNED, math.prod(shape[1:]))
+    steps = shape[0] // step
+    if steps < num_pieces:
+        return None
+    starts = [steps * piece // num_pieces * step for piece in range(num_pieces)]
+    return list(zip(starts, [*starts[1:], shape[0]], strict=True))

@@ -35,9 +35,9 @@ from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
-from pipesched.tensors.layer_values import LayerValues, Noting
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.strided_clone import strided_clone
+from pipesched.tensors.tensor_table import LayerValues, Noting
 from pipesched.tensors.torch_functions import version_of
 from pipesched.tensors.tree_structure import tensors_in
 

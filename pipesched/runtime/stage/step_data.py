@@ -11,8 +11,8 @@ from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.added_losses import AddedReduction
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.layer_values import LayerValues
 from pipesched.tensors.payload import Gradients, Payload
+from pipesched.tensors.tensor_table import LayerValues
 
 __all__ = ["Added", "StepData"]
 

@@ -8,10 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from pipesched.program.placement import Placement
+from pipesched.program.search.stage_times import StageTimes, chain_times
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link, Links
 
-__all__ = ["chain_costs", "with_overheads"]
+__all__ = ["StageTimes", "chain_costs", "stage_times", "with_overheads"]
 
 
 def chain_costs(costs: Costs, placement: Placement) -> Costs:
@@ -65,3 +66,11 @@ def _at_boundaries(costs: Costs, placement: Placement, end: Link) -> list[float]
 
 def _sums(*times: Any) -> tuple[Any, ...]:
     return tuple(map(sum, zip(*times, strict=True)))
+
+
+def stage_times(costs: Costs, placement: Placement, split: bool) -> list[StageTimes]:
+    """Compute the times of each stage in seconds."""
+    way = [costs.transfer_s if a != b else 0 for a, b in pairwise(placement)]
+    whole = costs.backward_s
+    inputs, weights = (costs.input_grad_s, costs.weight_grad_s) if split else (whole, (0,) * costs.num_stages)
+    return chain_times((costs.forward_s, inputs, weights, whole), way, way, split=split)

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.simulation.costs import Costs
+from pipesched.simulation.relaxation.chain_costs import StageTimes, stage_times
 from pipesched.simulation.relaxation.label_sweep import RankTimes, Sweep
-from pipesched.simulation.relaxation.stage_times import StageTimes, stage_times
 from pipesched.simulation.relaxation.time_units import TimeUnits
 
 __all__ = ["label_bound"]
