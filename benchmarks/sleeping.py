@@ -40,6 +40,7 @@ from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
 from pipesched.program.actions import Action, Kind
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.simulation.trace import Span
 from pipesched.tensors.payload import Payload, PerConsumer
@@ -223,7 +224,7 @@ class BareStages:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
         stages = {index: Bare(index) for index in range(self.program.num_stages)}
         self.run_spec = RunSpec(lower(self.program), stages)
-        self.executor = ProcessExecutor(distributed.group.WORLD)
+        self.executor = ProcessExecutor(distributed.group.WORLD, RankGrid.single(distributed.group.WORLD))
 
     def step(self) -> None:
         self.timeline = self.executor.run(self.run_spec, grad=True)
@@ -244,7 +245,7 @@ class Floor:
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))
-        self.executor = ProcessExecutor(distributed.group.WORLD)
+        self.executor = ProcessExecutor(distributed.group.WORLD, RankGrid.single(distributed.group.WORLD))
         self.rank = self.executor.rank
         store = distributed.PrefixStore(f"floor/{name}", distributed.group.WORLD.get_group_store())
         self.port = SocketPort(store, self.rank, "127.0.0.1", 60)

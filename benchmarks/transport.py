@@ -24,6 +24,7 @@ from pipesched import lower, schedules
 from pipesched.program.actions import Lane
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.transport.channels import Channels
 from pipesched.runtime.transport.ports import Ports
@@ -109,7 +110,7 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
         for run in (ours, raw):  # warm-up: the channels predict message layouts from the second round on
             run()
         say(rank, f"one way, {nbytes} bytes", *paired(raw, ours, rounds))
-    executor = ProcessExecutor(group)
+    executor = ProcessExecutor(group, RankGrid.single(group))
     steps = [empty_steps(executor, name) for name in ("1f1b", "interleaved-1f1b")]
     for step in steps:
         step()

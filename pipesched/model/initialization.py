@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +161,10 @@ class Initial:
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
-    def fill(self, owners: Owners, ranks: RankDevices) -> None:
+    def fill(self, owners: Owners, ranks: RankDevices, fail: Callable[[str, Exception], NoReturn]) -> None:
         """Fill the tensors that this process's ranks hold, and the buffers that belong to no layer.
+
+        ``fail`` raises an error in this process, and makes the other processes raise an error as well.
 
         Raises:
             GraphError: some tensors were not filled. All ranks of a mesh raise this error.
@@ -181,7 +183,7 @@ class Initial:
         try:
             self._fill(units, wanted)
         except Exception as error:
-            ranks.fail("filling the model", error)
+            fail("filling the model", error)
         for module in recurrent:
             module.to(next(module.parameters()).device)  # creates the references again
         self._empty = False  # so that a new plan does not fill the model again

@@ -44,7 +44,7 @@ from pipesched.runtime.gradients.buckets import GradientBuckets, local
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
-from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
@@ -143,13 +143,13 @@ class Assembly:
         self._host = host
         program = programs.connect(spec.layered.edges(self.cut), self.cut)
         ranks = [program.placement[index] for index in range(program.num_weights)]
-        self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
-        self._weight_copies = WeightCopies(host, self.ties.own)
+        self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host.collectives)
+        self._weight_copies = WeightCopies(host.collectives, self.ties.own)
         if host.sums is not None:
             check_replicas(spec.model, programs, spec.batch_norm)
         once = stage_cut.gather_once if spec.gather_once is None else spec.gather_once
         programs.replicate([] if host.sums is None else self._bucket_layers(), once if spec.zero == 3 else None)
-        self.norms = MiniBatchNorms(spec.batch_norm, host)
+        self.norms = MiniBatchNorms(spec.batch_norm, host.collectives)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
         #: The checkpoint option of each call whose activations are recomputed or offloaded.
@@ -277,13 +277,13 @@ class Assembly:
         spec = self._spec
         program = self.program
         tied = self.ties.parameters
-        devices = [self._host.devices[program.placement[index]] for index in range(program.num_weights)]
-        spec.layered.check_sent(self.cut, threads=isinstance(self._host, ThreadRanks))
+        devices = [self._host.grid.devices[program.placement[index]] for index in range(program.num_weights)]
+        spec.layered.check_sent(self.cut, threads=self._host.grid.in_one_process)
         bodies = spec.layered.bodies(self.cut, devices, self.ties)
         begin = time.perf_counter()
-        spec.initial.fill(self._owners(bodies), self._host)
+        spec.initial.fill(self._owners(bodies), self._host.grid, self._host.collectives.fail)
         self._filling_s = time.perf_counter() - begin
-        holds = self._host.holds
+        holds = self._host.grid.holds
         return wrapped_bodies(spec.wrap, spec.model, spec.layers, bodies, program, devices, holds, tied)
 
     def _check_own_weights(self, option: NeedsOwnWeights, placement: Sequence[int]) -> None:
@@ -302,7 +302,7 @@ class Assembly:
         would be stale or on another device, and its gradient would not reach the rank that holds the parameter. If both
         ranks share a device and a process, this method only issues a warning.
         """
-        host = self._host
+        grid = self._host.grid
         placement = self.program.placement
         for layer, name, stage in self.layered.reached(self.cut):
             home = self.owners.rank(name)
@@ -314,7 +314,7 @@ class Assembly:
                 f"{stage}, rank {rank}) uses {name!r} of rank {home} through a module or a reference; pass the weight "
                 f"to the layer as an argument, or keep this layer and the weight's layer in one stage with together="
             )
-            if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
+            if not grid.in_one_process or grid.devices[home] != grid.devices[rank]:
                 raise GraphError(message)
             warn(f"{message}; otherwise the gradient of {name!r} matches an unpipelined loop only up to rounding")
 
@@ -340,13 +340,13 @@ class Assembly:
 
     def _stages(self) -> dict[int, Stage]:
         program = self.program
-        host = self._host
+        grid = self._host.grid
         written = self._written()
         stages: dict[int, Stage] = {}
         for index, part in reversed(list(enumerate(program.weights))):  # the first user of a tied weight places it last
             rank = program.placement[index]
             last = not program.graph.consumers[index]
-            device = host.devices[rank]
+            device = grid.devices[rank]
             body = self.bodies[part]
             loss_fn = self._spec.loss_fn if last else None
             if index != part:  # this stage runs copies of the layers of stage ``part``
@@ -356,7 +356,7 @@ class Assembly:
                     loss_fn = weight_copy.loss_fn
             modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
             norms = self.norms.of_stage((index, part), (rank, program.placement[part]), modules)
-            if not host.holds(rank):
+            if not grid.holds(rank):
                 continue
             if index == part:
                 for module in modules.values():
@@ -468,7 +468,7 @@ class Assembly:
                 f"during that time; choose another schedule, such as 1f1b or zb-v"
             )
         ranks = {program.placement[index] for index, one in sharded.items() if one.num_shards > 1}
-        if isinstance(self._host, ThreadRanks) and len(ranks) > 1:
+        if self._host.grid.in_one_process and len(ranks) > 1:
             raise GraphError(
                 f"if wrap= applies fully_shard to stages of several ranks, each of these ranks must run in its own "
                 f"process, because threads can issue their collectives in different orders; {len(ranks)} ranks of this "
@@ -538,14 +538,16 @@ class Assembly:
     def _late(self) -> GradientBuckets:
         """Return one bucket of all parameters of this process that are not in any stage's buckets."""
         assert self._host.sums is not None
-        late = [p for rank in range(self.program.num_ranks) if self._host.holds(rank) for p in self.late_bucket(rank)]
+        late = [
+            p for rank in range(self.program.num_ranks) if self._host.grid.holds(rank) for p in self.late_bucket(rank)
+        ]
         return GradientBuckets([late] if late else [], self._host.sums, self._sharded)
 
     def _sharded_parameters(self) -> set[nn.Parameter]:
         sums = self._host.sums
         if sums is None:
             return set()
-        own = [(name, p) for name, p in self._named_parameters() if self._host.holds(self.owners.rank(name))]
+        own = [(name, p) for name, p in self._named_parameters() if self._host.grid.holds(self.owners.rank(name))]
         return {parameter for name, parameter in own if sums.is_sharded(name, parameter)}
 
     def late_bucket(self, rank: int) -> list[nn.Parameter]:
@@ -592,7 +594,7 @@ class Assembly:
 
     def share_overflow(self, intra_op_threads: int) -> None:
         """If any gradient of any process is infinite or NaN, make all gradients infinite or NaN. Collective."""
-        share_overflow(self._parameters(), self._host, intra_op_threads)
+        share_overflow(self._parameters(), self._host.collectives, intra_op_threads)
 
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
         """Compute the gradient norms of all processes, and decide whether the update is skipped. Collective.
@@ -608,7 +610,7 @@ class Assembly:
                 norms = self.rules.measure(self._parameters(), losses)
             if self._late_sums is not None:
                 norms = self._late_sums.common(norms)
-            return self.rules.decide(self._host.gathered(norms))
+            return self.rules.decide(self._host.collectives.gathered(norms))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]

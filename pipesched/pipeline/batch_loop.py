@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TypeVar
 
 from pipesched.errors import InputError, PipeschedError
-from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.runtime.rank_host import RankHost
 
 __all__ = ["batches"]
 
@@ -22,7 +22,7 @@ def batches(host: RankHost, loader: Iterable[T] | None) -> Iterator[T | None]:
         InputError: a rank that passes batches has no loader, or another rank has one.
 
     """
-    if not isinstance(host, MeshRanks) or not host.gets_first:
+    if host.grid.inputs == "all":
         if loader is None:
             raise InputError(
                 "batches() must get a loader on each rank that passes batches; got None; pass the loader, or make the "
@@ -30,21 +30,21 @@ def batches(host: RankHost, loader: Iterable[T] | None) -> Iterator[T | None]:
             )
         yield from loader
         return
-    if (loader is None) == (host.executor.rank == 0):
+    if (loader is None) == (host.grid.rank == 0):
         error = InputError(
             f"with inputs='first', rank 0 must pass a loader to batches(), and the other ranks must pass None; rank "
-            f"{host.executor.rank} passed {'None' if loader is None else 'a loader'}; call batches(loader if rank == 0 "
+            f"{host.grid.rank} passed {'None' if loader is None else 'a loader'}; call batches(loader if rank == 0 "
             f"else None)"
         )
-        host.fail("batches", error)
+        host.collectives.fail("batches", error)
     if loader is None:
-        while host.agreed(bool, _WHAT):
+        while host.collectives.agreed(bool, _WHAT):
             yield None
     else:
-        yield from _dealt(host, loader)
+        yield from _scattered(host, loader)
 
 
-def _dealt(host: MeshRanks, loader: Iterable[T]) -> Iterator[T]:
+def _scattered(host: RankHost, loader: Iterable[T]) -> Iterator[T]:
     """Yield the batches of rank 0. Tell the other ranks before each batch, and after the last one."""
     iterator = iter(loader)
     taken: list[T] = []
@@ -54,10 +54,10 @@ def _dealt(host: MeshRanks, loader: Iterable[T]) -> Iterator[T]:
         return bool(taken)
 
     try:
-        while host.agreed(take, _WHAT):
+        while host.collectives.agreed(take, _WHAT):
             yield taken[0]
     except GeneratorExit:  # the loop on rank 0 has ended early
         if not host.executor.closed:
             with suppress(PipeschedError):
-                host.agreed(lambda: False, _WHAT)
+                host.collectives.agreed(lambda: False, _WHAT)
         raise

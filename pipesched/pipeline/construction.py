@@ -19,12 +19,16 @@ from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.pipeline.sent_values import learn_step_types
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.runtime.collectives import RankCollectives
+from pipesched.runtime.executors.executor import Executor
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.rank_grid import RankGrid
+from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.payload import fields_of
 from pipesched.torch_checks import as_function, as_optimizer
 from pipesched.units import counted
@@ -60,13 +64,13 @@ def check_functions(
     as_optimizer(optimizer)
 
 
-def check_agreement(host: RankHost, model: nn.Module, call: Any, options: Mapping[str, Any]) -> None:
+def check_agreement(collectives: RankCollectives, model: nn.Module, call: Any, options: Mapping[str, Any]) -> None:
     """Check, before a plan is chosen, that all ranks of a mesh make the same pipeline.
 
     The ranks compare torch's version, the arguments of Pipeline, and the structure and the weights of the model.
 
     Args:
-        host: the host of the ranks.
+        collectives: let the ranks compare.
         model: the user's module.
         call: the sample, as (args, kwargs).
         options: the arguments of Pipeline, keyed by name. Functions and modules are compared by their names.
@@ -77,9 +81,9 @@ def check_agreement(host: RankHost, model: nn.Module, call: Any, options: Mappin
     """
     said = {f"{name}=": _in_words(value) for name, value in options.items()}
     facts = {"the version of torch": str(torch.__version__), **said, "the form of the sample": form_of_sample(call)}
-    host.agree_on(lambda: {**facts, **facts_of_model(model)}, "make the same pipeline on every rank")
+    collectives.agree_on(lambda: {**facts, **facts_of_model(model)}, "make the same pipeline on every rank")
     if options["weights"] == "all":
-        host.agree_on(lambda: facts_of_weights(model, host.gathered), _SAME_WEIGHTS)
+        collectives.agree_on(lambda: facts_of_weights(model, collectives.gathered), _SAME_WEIGHTS)
 
 
 def _in_words(value: Any) -> str:
@@ -95,17 +99,17 @@ def _in_words(value: Any) -> str:
 
 
 @contextmanager
-def ending_on_error(host: RankHost) -> Iterator[None]:
+def ending_on_error(executor: Executor) -> Iterator[None]:
     """Stop the ranks in all processes if the ``with`` block raises."""
     try:
         yield
     except BaseException as error:
-        host.abandon("the construction of a pipeline", error)
+        executor.abandon("the construction of a pipeline", error)
         raise
 
 
 def choose_plan(
-    auto_plan: AutoPlan, request: PlanRequest, plan: Plan | None, host: RankHost, book: CostBook
+    auto_plan: AutoPlan, request: PlanRequest, plan: Plan | None, collectives: RankCollectives, book: CostBook
 ) -> tuple[Plan | None, PlanRequest]:
     """Search for a plan if the user left a choice open, and store the layer costs of the search in ``book``.
 
@@ -113,7 +117,7 @@ def choose_plan(
         auto_plan: the search.
         request: the user's choices.
         plan: the user's plan; None if none was given.
-        host: the host of the ranks; rank 0 searches on behalf of all ranks.
+        collectives: send the plan to all ranks; rank 0 searches on behalf of all ranks.
         book: the known costs of layers and devices.
 
     Returns:
@@ -123,7 +127,7 @@ def choose_plan(
     """
     if auto_plan.is_wanted(request, plan):
         crowds = auto_plan.ranks_are == "threads"
-        result = host.agreed(lambda: auto_plan.find(request, lambda: book.measured(crowds=crowds)))
+        result = collectives.agreed(lambda: auto_plan.find(request, lambda: book.measured(crowds=crowds)))
         plan, book.layers, book.overheads, book.planned, book.size_fit = result
         request = PlanRequest()
     if plan is not None:
@@ -146,14 +150,14 @@ def warn_of_lone_processes(mesh: Any) -> None:
         )
 
 
-def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
+def checked_programs(request: PlanRequest, grid: RankGrid, spec: AssemblySpec) -> ProgramFactory:
     """Return the programs of a request. Raises ScheduleError or GraphError if the model cannot run the programs."""
     programs = ProgramFactory(
-        request, len(host.all_devices), updates=spec.optimizer is not None, norms=spec.updates_by_rules
+        request, len(grid.all_devices), updates=spec.optimizer is not None, norms=spec.updates_by_rules
     )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
-    spec.layered.check(programs.full.plain, threads=isinstance(host, ThreadRanks))
+    spec.layered.check(programs.full.plain, threads=grid.in_one_process)
     return programs
 
 
@@ -181,23 +185,25 @@ def start(
         agreed: other values that must be identical in all processes.
 
     """
-    programs = checked_programs(request, host, spec)
+    programs = checked_programs(request, host.grid, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
     binds = spec.rules is not None and spec.rules.binds_all_ranks
-    if binds and not isinstance(host, ThreadRanks) and len(host.devices) < len(host.all_devices):
+    if binds and not host.grid.in_one_process and host.grid.num_idle:
         raise DeviceCountError(
             f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
-            f"detect an overflow; the mesh has {len(host.all_devices)} ranks, but the plan uses {len(host.devices)}; "
-            f"use a mesh of {counted(len(host.devices), 'rank')}, or pass schedule= to use all ranks"
+            f"detect an overflow; the mesh has {len(host.grid.all_devices)} ranks, but the plan uses "
+            f"{len(host.grid.devices)}; use a mesh of {counted(len(host.grid.devices), 'rank')}, or pass "
+            f"schedule= to use all ranks"
         )
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
         pins = Pins(pins.layers, starts, request.together)
     stage_cut = book.cut_stages(host, pins, programs, plan)
-    host.check(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
+    host.collectives.check_plan(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None or spec.zero == 3:
-        book.layers = host.agreed(book.measured)  # measure the layers before their weights are sharded
+        book.layers = host.collectives.agreed(book.measured)  # measure the layers before their weights are sharded
+    learn_step_types(host.collectives)
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)

@@ -12,6 +12,7 @@ from pipesched.model.stale_weights import StaleGuard
 from pipesched.model.state_guard import set_aside
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import StageCut
+from pipesched.pipeline.sent_values import learn_sent_values
 from pipesched.planning.cost_correction import Known, StageTimes, slowed
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
@@ -22,7 +23,7 @@ from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
 from pipesched.program.checkpoint_options import offloading
 from pipesched.runtime.rank_grid import RankGrid
-from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs, treated
@@ -64,7 +65,7 @@ class CostBook:
         layered: the model's layers.
         loss_fn: the loss function. The costs of the last layer include the memory of the loss.
         guard: the StaleGuard, which lets the code that measures the layers read the model.
-        host: the host of all ranks, including ranks that the plan leaves unused.
+        grid: where the ranks are, including ranks that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
         links: the measured links between all ranks; None if unknown.
         replicas: the costs of the pipeline's replicas; None if there is only one replica.
@@ -78,7 +79,7 @@ class CostBook:
         layered: LayeredModel,
         loss_fn: Callable[[Any, Any], Any] | None,
         guard: StaleGuard,
-        host: RankHost,
+        grid: RankGrid,
         intra_op_threads: int,
         links: Links | None,
         replicas: ReplicaCosts | None,
@@ -101,8 +102,8 @@ class CostBook:
         self._model = model
         self._loss_fn = loss_fn
         self._guard = guard
-        self._devices = host.all_devices
-        self._ranks_are: RanksAre = "threads" if isinstance(host, ThreadRanks) else "processes"
+        self._devices = grid.all_devices
+        self._ranks_are: RanksAre = "threads" if grid.in_one_process else "processes"
         self._intra_op_threads = intra_op_threads
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
@@ -232,8 +233,8 @@ class CostBook:
             links=self.links,
             speeds=speeds,
         )
-        cut, found = host.agreed(partitioner.partition)
-        host.learn(self.layered, cut)
+        cut, found = host.collectives.agreed(partitioner.partition)
+        learn_sent_values(host, self.layered, cut)
         return StageCut(
             cut=cut,
             partitioner=partitioner,

@@ -9,8 +9,8 @@ from pipesched.checks import is_count, shown
 from pipesched.errors import InputError
 from pipesched.model.stale_weights import Placement, StaleGuard
 from pipesched.pipeline.assembly import Assembly
-from pipesched.runtime.executors.processes import ProcessExecutor
-from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.runtime.collectives import RankCollectives
+from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.exchange import copy_into
 from pipesched.tensors.meta_tensors import give_contents
 
@@ -33,32 +33,35 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
         assembly: the stages.
 
     """
-    if isinstance(host, MeshRanks):
+    grid = host.grid
+    if not grid.in_one_process:
         tensors = dict(named_tensors(roots, duplicates=True))
         homes = {name: assembly.owners.rank(name) for name in tensors}
         kept = {parameter for weights in assembly.divided_weights for parameter in weights}
         divided = frozenset(name for name, tensor in tensors.items() if tensor in kept)
         layers = [layer for stage in assembly.stages.values() for layer in stage.modules.values()]
         run_here = [module for layer in layers for module in layer.modules()]
-        guard.place(Placement(host.group, host.rank, homes, divided), run_here, host.executor)
+        pipeline = tuple(grid.global_ranks[rank] for rank in grid.pipeline)
+        guard.place(Placement(pipeline, grid.position, homes, divided), run_here, host.executor)
         if divided:
             guard.check(changes=True)
 
 
-def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks) -> dict[str, Any]:
+def merged_state(state: Mapping[str, Any], names: Iterable[str], collectives: RankCollectives) -> dict[str, Any]:
     """Merge the states of all ranks on every rank, and gather sharded tensors. Collective.
 
     Args:
         state: the state of this rank.
         names: the keys of the whole model's state dict, in order.
-        host: the host of the ranks.
+        collectives: exchange the states.
 
     """
-    executor = host.executor
-    with executor.collective("full_state_dict"):
+    with collectives.stopping_all("full_state_dict"):
         share = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-    merged = {name: value for shares in executor.exchange(share) for name, value in shares.items()}
-    executor.exchange_in_all(None)  # so that no replica returns before it can report a failed rank of another replica
+    merged = {name: value for shares in collectives.gathered(share) for name, value in shares.items()}
+    collectives.gathered_in_all(
+        None
+    )  # so that no replica returns before it can report a failed rank of another replica
     return {name: merged[name] for name in (*names, *merged) if name in merged}  # names added by wrap come last
 
 
@@ -84,25 +87,25 @@ def gather_model(
         rank: the rank that gathers, numbered across all replicas; None for every rank.
 
     """
-    if not isinstance(host, MeshRanks):
+    grid = host.grid
+    if grid.in_one_process:
         _check_target(rank, [rank], 1)
         return True
-    with host.connected() as executor, guard.lifted():
+    with host.collectives.connected("gather_model") as collectives, guard.lifted():
         tensors = dict(named_tensors(roots))
         share = {
             name: (tuple(tensor.shape), tensor.nbytes)
             for name, tensor in tensors.items()
-            if host.holds(assembly.owners.rank(name))
+            if grid.holds(assembly.owners.rank(name))
         }
         extra = {name: value for name, value in state.items() if name.endswith(_EXTRA)}
-        targets = _check_target(rank, executor.exchange_in_all(rank), executor.num_ranks)
-        shares, extras = zip(*executor.exchange((share, extra)), strict=True)
-        gathers = executor.rank in targets
-        _check_fits(
-            executor.exchange_in_all(_misfit(executor.rank, tensors, shares, host.grid.pipeline) if gathers else None)
-        )
-        in_replica = [position for position, member in enumerate(host.grid.pipeline) if member in targets]
-        _collect(executor, host.rank, in_replica, tensors, shares)
+        targets = _check_target(rank, collectives.gathered_in_all(rank), grid.num_processes)
+        shares, extras = zip(*collectives.gathered((share, extra)), strict=True)
+        gathers = grid.rank in targets
+        misfit = _misfit(grid.rank, tensors, shares, grid.pipeline) if gathers else None
+        _check_fits(collectives.gathered_in_all(misfit))
+        in_replica = [position for position, member in enumerate(grid.pipeline) if member in targets]
+        _collect(collectives, grid.position, in_replica, tensors, shares)
         if gathers:
             for states in extras:
                 for name, value in states.items():
@@ -166,7 +169,7 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
 
 
 def _collect(
-    executor: ProcessExecutor,
+    collectives: RankCollectives,
     here: int,
     targets: Collection[int],
     tensors: Mapping[str, Tensor],
@@ -180,11 +183,11 @@ def _collect(
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
             if here == source:
-                with executor.collective("gather_model"):
+                with collectives.stopping_all("gather_model"):
                     values = [_whole(tensors[name]).detach().cpu() for name in names]
-                executor.trade("weights", dict.fromkeys(takers, values), ())
+                collectives.trade("weights", dict.fromkeys(takers, values), ())
             elif here in takers:
-                for name, value in zip(names, executor.trade("weights", {}, (source,))[source], strict=True):
+                for name, value in zip(names, collectives.trade("weights", {}, (source,))[source], strict=True):
                     _take(tensors[name], value)
 
 

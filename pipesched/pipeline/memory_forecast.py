@@ -20,7 +20,6 @@ from pipesched.profiling.stage_memory_probe import StageSizes, costs_with, messa
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import local
 from pipesched.runtime.gradients.shards import Shards
-from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.divided_stage import shards_for
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import SCALARS_BYTES
@@ -88,7 +87,7 @@ class MemoryForecast:
         """
         running = self._running
         planned = self._book.planned.rows
-        if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
+        if running.step == 0 and planned not in (0, max(rows)) and running.host.grid.holds(0):
             warn(
                 f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "
                 f"{counted(planned, 'row')} (from the sample or batch_size), but the first step has micro-batches of "
@@ -121,7 +120,7 @@ class MemoryForecast:
 
     @property
     def _posted(self) -> int:
-        return 0 if isinstance(self._running.host, ThreadRanks) else AHEAD
+        return 0 if self._running.host.grid.in_one_process else AHEAD
 
     def _rank_memory(
         self, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None = None
@@ -144,10 +143,17 @@ class MemoryForecast:
             return ()
         if now.sizes is None:
             running.flush()
-            devices = [running.host.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
+            devices = [
+                running.host.grid.devices[now.program.placement[part]] for part in range(now.program.num_weights)
+            ]
             with self._guard.lifted(), set_aside(spec.model):
                 now.sizes = stage_sizes(
-                    layered, now.cut, devices, running.host, now.checkpoint_of_call, own_loss=spec.loss_fn is None
+                    layered,
+                    now.cut,
+                    devices,
+                    running.host.collectives,
+                    now.checkpoint_of_call,
+                    own_loss=spec.loss_fn is None,
                 )
         return now.sizes
 

@@ -16,7 +16,7 @@ from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.runtime.gradients.rules import GradientRules, OnNonfinite
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import SplitDims
-from pipesched.runtime.rank_host import Inputs
+from pipesched.runtime.rank_grid import Inputs
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile

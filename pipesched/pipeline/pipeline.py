@@ -43,6 +43,7 @@ from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
+from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.pipeline.uneven_orders import UnevenOrders
@@ -59,7 +60,7 @@ from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradients.clipping import clip_gradients
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes
-from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
+from pipesched.runtime.rank_host import host_for
 from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.simulation.memory import RankMemory
@@ -190,22 +191,23 @@ class Pipeline(SavingInterface):
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         warn_of_lone_processes(mesh)
         host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
-        with ending_on_error(host):
-            run_seed = host.agreed(lambda: own_seed)
+        with ending_on_error(host.executor):
+            learn_decided_types(host.collectives)
+            run_seed = host.collectives.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
             shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
             shared |= {"zero": distributed.zero, "weights": distributed.weights}
-            check_agreement(host, module, call, shared)
+            check_agreement(host.collectives, module, call, shared)
             distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
             numerics.check_reduction_order(num_replicas=len(host.grid.rows), zero=distributed.zero)
-            check_axes(plan, len(host.all_devices), len(host.grid.rows), distributed.zero)
+            check_axes(plan, len(host.grid.all_devices), len(host.grid.rows), distributed.zero)
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)
             self._numerics = numerics
-            self._form = CallForm.of(*call) if distributed.inputs == "all" or host.holds(0) else None
+            self._form = CallForm.of(*call) if distributed.inputs == "all" or host.grid.holds(0) else None
             self._spec = AssemblySpec(
                 model=module,
                 loss_fn=loss_fn,
@@ -223,7 +225,7 @@ class Pipeline(SavingInterface):
                 rules=numerics.gradient_rules(
                     self._parameter_order,
                     has_optimizers=optimizer is not None,
-                    lags=mesh is None and any(device.type != "cpu" for device in host.all_devices),
+                    lags=mesh is None and any(device.type != "cpu" for device in host.grid.all_devices),
                 ),
                 zero=distributed.zero,
                 reduction_order=numerics.reduction_order,
@@ -234,7 +236,7 @@ class Pipeline(SavingInterface):
                 layered=layers,
                 loss_fn=loss_fn,
                 guard=self._guard,
-                host=host,
+                grid=host.grid,
                 intra_op_threads=threads,
                 links=search.links,
                 replicas=replicas,
@@ -246,14 +248,14 @@ class Pipeline(SavingInterface):
                 numerics.loss_weight,
                 numerics.loss_reduction,
                 numerics.split_dims,
-                agreed=host.agreed,
+                agreed=host.collectives.agreed,
             )
             auto_plan = AutoPlan(
                 model=model,
                 module=module,
                 layered=layers,
                 sample=sample,
-                devices=host.all_devices,
+                devices=host.grid.all_devices,
                 ranks_are="threads" if mesh is None else "processes",
                 search=search,
                 numerics=numerics,
@@ -262,7 +264,7 @@ class Pipeline(SavingInterface):
                 replicas=None if replicas is None else replicas.gathering(once=distributed.gather_once is not False),
                 gather_once=distributed.gather_once,
             )
-            limits = limits_of(search.memory_limit_bytes, len(host.all_devices))
+            limits = limits_of(search.memory_limit_bytes, len(host.grid.all_devices))
             kept = None if checkpoint is None else as_checkpoint(checkpoint, layers.layers)
             request = PlanRequest(
                 schedule=schedule,
@@ -276,7 +278,7 @@ class Pipeline(SavingInterface):
             splitter = Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order)
             splitter = splitter.knowing(positional(module.forward), *call)
             splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, self._guard, splitter, call)))
-            plan, request = choose_plan(auto_plan, request, plan, host, self._book)
+            plan, request = choose_plan(auto_plan, request, plan, host.collectives, self._book)
             self._running = start(
                 model=model,
                 spec=self._spec,
@@ -288,7 +290,7 @@ class Pipeline(SavingInterface):
                 agreed=(repr(seed), *numerics.agreed),
             )
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
-            self._running.host.start()
+            self._running.host.executor.start()
         self._intra_op_threads = threads
         self._scaler = numerics.scaler
         self._history = StepHistory(self._running, self._book)
@@ -613,10 +615,10 @@ class Pipeline(SavingInterface):
                 f"as 1f1b"
             )
         running.check_idle("clip_grad_norm_")
-        running.host.enter("clip_grad_norm_")
+        running.host.collectives.enter("clip_grad_norm_")
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
-            running.host.gathered,
+            running.host.collectives.gathered,
             self._parameter_order,
             max_norm=max_norm,
             norm_type=norm_type,
@@ -746,7 +748,7 @@ class Pipeline(SavingInterface):
     @property
     def devices(self) -> list[torch.device]:
         """The device of each rank. Under a mesh, this process's device is repeated for every rank."""
-        return self._running.host.devices
+        return list(self._running.host.grid.devices)
 
     @property
     def num_stages(self) -> int:
@@ -815,7 +817,7 @@ class Pipeline(SavingInterface):
             ExecutionError: no step has run under this plan yet.
 
         """
-        self._running.host.enter("gather_trace")
+        self._running.host.collectives.enter("gather_trace")
         return _measured(self._history.gather_trace())
 
     @property
@@ -842,7 +844,7 @@ class Pipeline(SavingInterface):
             print(pipe.report())
             pipe.report().save("report.html")  # or .png, .txt, .json
         """
-        self._running.host.enter("report")
+        self._running.host.collectives.enter("report")
         notes = (*self._history.notes(), *self._running.unused_devices)
         return Report(self.plan, self._history.gather_trace(), self.predicted, notes)
 
@@ -866,11 +868,11 @@ class Pipeline(SavingInterface):
         with self._whole_weights("full_state_dict"):
             state = self.state_dict()
             host = self._running.host
-            return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state
+            return state if host.grid.in_one_process else merged_state(state, self._all_state(), host.collectives)
 
     @contextmanager
     def _whole_weights(self, method: str) -> Iterator[None]:
-        self._running.host.enter(method)
+        self._running.host.collectives.enter(method)
         self._gather_rows(method)
         try:
             yield
@@ -883,11 +885,10 @@ class Pipeline(SavingInterface):
         Collective over these replicas. ``method`` is the public method that needs the weights.
         """
         divided = self._running.assembly.divided_weights
-        host = self._running.host
-        if divided and isinstance(host, MeshRanks):
-            with host.connected(method) as executor:
+        if divided:
+            with self._running.host.collectives.connected(method) as collectives:
                 for weights in divided:
-                    weights.assemble(executor.exchange_with_peers)
+                    weights.assemble(collectives.gather_over_replicas)
 
     def _divide_weights(self) -> None:
         """Keep only this replica's rows of the weights if the weights are split across replicas."""
@@ -928,7 +929,7 @@ class Pipeline(SavingInterface):
             ExecutionError: a rank fails or does not call the method.
 
         """
-        self._running.host.enter("gather_model")
+        self._running.host.collectives.enter("gather_model")
         self._gather_rows("gather_model")
         gathers = False
         try:
@@ -947,7 +948,7 @@ class Pipeline(SavingInterface):
     def _is_own(self, name: str) -> bool:
         """Return whether this process trains the parameter or buffer of this name. Always True without a mesh."""
         host = self._running.host
-        return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
+        return host.grid.holds(self._running.assembly.owners.rank(name))
 
     def _check_idle(self, method: str) -> None:
         """Raise InputError if a step is running. ``method`` is the name of the method that changes weights."""
@@ -955,7 +956,8 @@ class Pipeline(SavingInterface):
 
     def _is_divided(self) -> bool:
         """Return whether other processes train other parameters of the model."""
-        return not isinstance(self._running.host, ThreadRanks) and len(self._running.host.devices) > 1
+        grid = self._running.host.grid
+        return not grid.in_one_process and len(grid.devices) > 1
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # a stage that ran with an older weight version has left that version in its modules

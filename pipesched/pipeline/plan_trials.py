@@ -21,7 +21,7 @@ from pipesched.pipeline.pipeline import Pipeline
 from pipesched.planning.confirmation import settled
 from pipesched.planning.plan import Plan
 from pipesched.runtime.microbatches import SplitDims, Splitter
-from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.rank_host import RankHost
 from pipesched.simulation.trace import Trace
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import is_expanded
@@ -76,18 +76,18 @@ class Trial:
             fit = list(range(len(plans)))
             for turn in range(_ROUNDS):
                 for number in [*fit]:
-                    if not turn and self.host.agreed(partial(self._leaves_out, number, begin, steps)):
+                    if not turn and self.host.collectives.agreed(partial(self._leaves_out, number, begin, steps)):
                         fit = [other for other in fit if other < number]
                         break
                     try:
                         steps[number] += self._steps(turn_of(number), args, kwargs, target)
                     except torch.OutOfMemoryError:
-                        if len(fit) == 1 or not isinstance(self.host, ThreadRanks):
+                        if len(fit) == 1 or not self.host.grid.in_one_process:
                             raise
                         fit.remove(number)
                         steps[number].clear()
                     told((turn + (number + 1) / len(plans)) / _ROUNDS)
-                if self.host.agreed(partial(_is_enough, turn + 1, begin, steps)):
+                if self.host.collectives.agreed(partial(_is_enough, turn + 1, begin, steps)):
                     break
         return steps
 
@@ -132,7 +132,7 @@ class Trial:
                 "numerics": Numerics(split_dims=self.split_dims, loss_reduction=None if reduces(loss_fn) else "mean"),
                 **self.where,
             }
-            kept = plans[:1] if isinstance(self.host, ThreadRanks) else plans
+            kept = plans[:1] if self.host.grid.in_one_process else plans
             pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **options)) for plan in kept]
 
             def turn_of(number: int) -> Pipeline:

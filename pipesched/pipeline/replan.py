@@ -28,7 +28,7 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.replan_verdict import Replanned, certain, layers_moved, strayed, verdict
 from pipesched.program.program import Program
-from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.rank_host import RankHost
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import TIMES
@@ -95,7 +95,7 @@ class Replanner:
         """Switch to a plan, and return the outcome."""
         names = list(self._spec.layers)
         request = PlanRequest().pinned(plan, names)
-        programs = checked_programs(request, self._running.host, self._spec)
+        programs = checked_programs(request, self._running.host.grid, self._spec)
         pins = Pins(names, request.boundaries)
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
@@ -122,7 +122,7 @@ class Replanner:
         noise = strayed(steps)
         measured = measured_costs(steps, now.program.num_stages, self._book.stage_costs(now.programs, now.cut))
         self._learn(measured, certain(noise))
-        programs = checked_programs(now.programs.request, running.host, self._spec)
+        programs = checked_programs(now.programs.request, running.host.grid, self._spec)
         stage_cut = self._book.cut_stages(running.host, self._asked, programs, None)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         before_s = self._step_s(now.programs, now.cut, update_s)
@@ -152,7 +152,7 @@ class Replanner:
     def _learn(self, measured: Costs, tolerance: float) -> None:
         """Correct the known costs of layers and devices with the measured times of the stages."""
         program = self._running.program
-        devices = self._running.host.devices
+        devices = self._running.host.grid.devices
         stages = [
             StageTimes(
                 layers=self._running.cut[part],
@@ -213,7 +213,7 @@ class Replanner:
         """
         graph = self._book.layered.graph(self._book.measured())
         places = self._places()
-        devices = self._running.host.all_devices
+        devices = self._running.host.grid.all_devices
         sizes: dict[tuple[torch.device, torch.device], dict[str, int]] = {}
         for layer, ranks in layers.items():
             pair = devices[ranks[0]], devices[ranks[1]]
@@ -258,7 +258,7 @@ class Replanner:
         splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
         host = old.use(programs.num_ranks)
         try:
-            host.start()
+            host.executor.start()
             assembly = Assembly(self._spec, host, programs, stage_cut, running.assembly.optimizers)
         except BaseException:
             host.close()
@@ -274,12 +274,12 @@ class Replanner:
                 f"these optimizers too (pipe.optimizers[stage])"
             )
 
-    def _host(self) -> ThreadRanks:
+    def _host(self) -> RankHost:
         host = self._running.host
-        if not isinstance(host, ThreadRanks):
+        if not host.grid.in_one_process:
             raise InputError(
                 f"replan may only move layers within one process; this pipeline runs over a mesh of "
-                f"{len(host.devices)} ranks; save a checkpoint, and load it into a new pipeline made with plan="
+                f"{len(host.grid.devices)} ranks; save a checkpoint, and load it into a new pipeline made with plan="
             )
         if self._spec.wrap is not None:
             raise InputError(

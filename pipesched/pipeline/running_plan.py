@@ -20,7 +20,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.rank_host import RankHost
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.tied_weight_costs import tied_traffic_bytes
 from pipesched.units import counted
@@ -134,13 +134,13 @@ class RunningPlan:
     def _memory_of(self, stage: int) -> Any:
         """Return a key that is equal for two stages if they share memory, that is, one device of one process."""
         rank = self.program.placement[stage]
-        return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
+        return self.host.grid.devices[rank] if self.host.grid.in_one_process else rank
 
     @property
     def unused_devices(self) -> list[str]:
         """A list with one line of text that names the unused devices; empty if the plan uses all devices."""
-        devices = self.host.all_devices
-        used = len(self.host.devices)
+        devices = self.host.grid.all_devices
+        used = len(self.host.grid.devices)
         if used == len(devices):
             return []
         names = ", ".join(map(str, devices[used:]))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.runtime.executors.threads import Timeline
-from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.costs import Costs
@@ -36,7 +35,7 @@ class StepHistory:
         if not running.runs:
             return None
         trace = self.trace_of([running.runs[-1]])
-        if running.assembly.programs.streams or not isinstance(running.host, ThreadRanks):
+        if running.assembly.programs.streams or not running.host.grid.in_one_process:
             return trace  # the trace is incomplete: it has part of a stream of steps, or one of several ranks
         return self._with_bound(trace)
 
@@ -44,12 +43,12 @@ class StepHistory:
         """Return the trace of the last step for all ranks, with times on one clock. Collective under a mesh."""
         running = self._running
         host = running.host
-        if not isinstance(host, MeshRanks) or not running.runs:
+        if host.grid.in_one_process or not running.runs:
             return self.trace
         if running.stream is not None:
-            spans = host.gather(running.stream.timelines)
+            spans = host.collectives.gather_spans(running.stream.timelines)
             return replace(self.trace_of([], running.stream.versions), spans=Spans.of(tuple(spans)))
-        spans = host.gather([running.runs[-1]])
+        spans = host.collectives.gather_spans([running.runs[-1]])
         return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans))))
 
     def steps(self) -> list[Trace]:
@@ -70,7 +69,7 @@ class StepHistory:
         name = f"{running.program.name}{sizes_of}, measured"
         sizes = None if self._book.layers is None else self._book.stage_costs(running.assembly.programs, running.cut)
         spans = tuple(span for run in runs for span in run.spans())
-        return Trace(spans, len(running.host.devices), name, sizes, versions)
+        return Trace(spans, len(running.host.grid.devices), name, sizes, versions)
 
     def _with_bound(self, trace: Trace) -> Trace:
         """Return the trace with a lower bound on the step time, or unchanged if micro-batches differ in size."""
@@ -108,7 +107,7 @@ class StepHistory:
         The first step includes warm-up, so it is left out if there are other steps. The list is empty under a mesh,
         because this process has measured only its own rank.
         """
-        earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []
+        earlier = list(self._running.runs)[:-1] if self._running.host.grid.in_one_process else []
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:

@@ -138,8 +138,8 @@ class StepLog:
         now = self._calls, time.perf_counter()
         last = self._last
         self._last = now
-        host = self._pipe._running.host
-        if trace is None or not host.holds(0) or host.grid.replica:
+        grid = self._pipe._running.host.grid
+        if trace is None or not grid.holds(0) or grid.replica:
             return None
         predicted = self._pipe.predicted
         as_predicted = sum(map(len, predicted.by_rank)) == sum(map(len, trace.by_rank))

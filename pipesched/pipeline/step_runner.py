@@ -25,17 +25,17 @@ from pipesched.program.lowering import halves
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
+from pipesched.runtime.executors.executor import Executor
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.gradients.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.microbatches import Batch, GivenBatch
-from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.kept_buffers import KeptBuffers
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
-from pipesched.runtime.step_call import StepCall, bring_ends, dealt
+from pipesched.runtime.step_call import StepCall, bring_ends, scatter_call
 from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
@@ -107,7 +107,7 @@ class StepRunner:
                     "call evaluate() instead"
                 )
             batch = self._batch("step", given)
-            groups = running.assembly.programs.of(len(batch.rows) // running.host.replicas_per_batch).groups
+            groups = running.assembly.programs.of(len(batch.rows) // running.host.grid.replicas_per_batch).groups
             weighting = running.splitter.weighting(batch, groups, self._across)
             return StepCall("step", batch if metrics is None else self._measurable(batch), weighting, **wanted)
 
@@ -123,7 +123,7 @@ class StepRunner:
             step_data.layer_values = LayerValues()
         rules = assembly.rules
         if rules is not None:
-            step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
+            step_data.loss_scale = rules.loss_scale(running.host.grid.devices[programs.plain.output_rank])
             if rules.on_nonfinite is not None:
                 first = running.host.grid.replica * len(call.batch.rows)
                 step_data.watch = NonfiniteWatch(assembly.layer_names, first)
@@ -140,8 +140,8 @@ class StepRunner:
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads, step_data.losses.values())
         running.step += 1
-        if not isinstance(running.host, ThreadRanks):
-            bring_ends(programs.plain, step_data, running.host)
+        if not running.host.grid.in_one_process:
+            bring_ends(programs.plain, step_data, running.host.collectives)
         if rules is not None:
             self._finish(rules, step_data)
         if step_data.input_grads:
@@ -175,8 +175,8 @@ class StepRunner:
             running.host.run(run_spec, call.batch, grad=True)
         if running.host.sums is not None:
             assembly.reduce_late()
-        if not isinstance(running.host, ThreadRanks):
-            bring_ends(programs.plain, step_data, running.host)
+        if not running.host.grid.in_one_process:
+            bring_ends(programs.plain, step_data, running.host.collectives)
         metrics, self.metrics = self.metrics, StepMetrics()
         try:
             loss: Tensor = self._result(call, step_data)
@@ -195,10 +195,10 @@ class StepRunner:
             return
         if verdict is None:
             verdict = assembly.decide(self._intra_op_threads, step_data.losses.values())
-        host = self._running.host
+        ranks = self._running.host.collectives
 
         def gathered(value: Any) -> list[Any]:
-            return [one for replica in host.across(host.gathered(value)) for one in replica]
+            return [one for replica in ranks.gather_over_replicas(ranks.gathered(value)) for one in replica]
 
         self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, gathered)
 
@@ -226,12 +226,12 @@ class StepRunner:
         check_derivatives((args, kwargs))
 
         def make() -> StepCall:
-            if differentiated and not isinstance(host, ThreadRanks):
+            if differentiated and not host.grid.in_one_process:
                 raise InputError(
                     "a forward with gradients may only run in one process; this pipeline runs over a mesh; use step(), "
                     "call forward() under no_grad, or make the pipeline with devices= instead of mesh="
                 )
-            batch = running.splitter.batch(args, kwargs, num_replicas=host.replicas_per_batch)
+            batch = running.splitter.batch(args, kwargs, num_replicas=host.grid.replicas_per_batch)
             if self._across is not None:
                 self._across([1] * len(batch.rows))
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
@@ -240,11 +240,11 @@ class StepRunner:
         running.flush()
         call = self._called("forward", GivenBatch(args, kwargs), make)
         # Under a mesh, make() has already raised an error if rank 0 wants an output that can be differentiated.
-        if not differentiated or not isinstance(host, ThreadRanks):
+        if not differentiated or not host.grid.in_one_process:
             return self._outputs(call, self._infer(call))
-        return self._differentiable(call, host)
+        return self._differentiable(call, host.executor)
 
-    def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
+    def _differentiable(self, call: StepCall, executor: Executor) -> Any:
         """Run the forward passes, and return the output. Differentiating the output runs the backward passes."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
@@ -253,16 +253,16 @@ class StepRunner:
         step_data.outside_loss = True
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
-        caller = host.executor.caller(grad=True)  # torch hides some of these settings from code that runs in a backward
+        caller = executor.caller(grad=True)  # torch hides some of these settings from code that runs in a backward
         with assembly.norms.counting():
             forward_spec = RunSpec(program, stages, prepare=run_spec.prepare, orders=forwards)
-            host.executor.run(forward_spec, grad=True, caller=caller)
+            executor.run(forward_spec, grad=True, caller=caller)
         self._running.step += 1
         backward_spec = RunSpec(program, stages, orders=backwards, finish=run_spec.finish)
 
         def run_backwards() -> None:
             with assembly.delivering():
-                host.executor.run(backward_spec, grad=True, caller=caller)
+                executor.run(backward_spec, grad=True, caller=caller)
 
         opened = OpenPass(call.batch, step_data, run_backwards, self._model.parameters, call.weighting)
         return attach(opened, self._running.splitter.joins)
@@ -278,29 +278,30 @@ class StepRunner:
         If the caller passed no inputs in this process, the inputs come from rank 0.
         """
         assembly = self._running.assembly
-        host = self._running.host
+        grid, ranks = self._running.host.grid, self._running.host.collectives
         if not self._agrees:
-            host.agree_on(self._modes, "call train() or eval() on every rank")
+            ranks.agree_on(self._modes, "call train() or eval() on every rank")
             self._agrees = True
         assembly.members.check()
         if self._optimizers is not None and self._optimizers.ran:
             self._optimizers.check(assembly.held_parameters())
         self._guard.check(changes=method == "step" or (method != "check" and self._model.training))
 
-        def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
-            size = len(call.batch.rows) // host.replicas_per_batch
-            return dealt(call, assembly.programs.of(size).plain, assembly.bodies, host.grid.rows)
+        def scatter(call: StepCall) -> tuple[StepCall, list[Any]]:
+            size = len(call.batch.rows) // grid.replicas_per_batch
+            return scatter_call(call, assembly.programs.of(size).plain, assembly.bodies, grid.rows)
 
         if not assembly.layered.may_branch:
-            return self._with_values(host.call(method, given.is_given, make, deal), given)
-        call = self._with_values(host.call(method, given.is_given, lambda: self._with_paths(make()), deal), given)
+            return self._with_values(ranks.agreed_call(method, given.is_given, make, scatter), given)
+        call = ranks.agreed_call(method, given.is_given, lambda: self._with_paths(make()), scatter)
+        call = self._with_values(call, given)
         if not given.is_given:
             assembly.layered.learn_paths(call.batch.paths)
         return call
 
     def _with_values(self, call: StepCall, given: GivenBatch) -> StepCall:
         """Return the call with a digest of the batch, if all ranks must pass the same batch."""
-        if not self._running.host.compares_batches:
+        if not self._running.host.grid.compares_batches:
             return call
         values = digest_of_values(given, devices=self._running.step < _READ_STEPS)
         return replace(call, batch=replace(call.batch, values=values))
@@ -309,7 +310,7 @@ class StepRunner:
         """Return the call with the path of each micro-batch through the model's code."""
         running = self._running
         # with inputs="first", the batch holds the micro-batches of all replicas
-        replica = 0 if running.host.replicas_per_batch > 1 else running.host.grid.replica
+        replica = 0 if running.host.grid.replicas_per_batch > 1 else running.host.grid.replica
         first = Key(running.seed, running.step, replica * len(call.batch.rows))
         found = running.assembly.layered.find_paths(call.batch.inputs, first, running.assembly.cut)
         is_plain = not (found.paths or found.forgotten)
@@ -332,7 +333,8 @@ class StepRunner:
         if self._has_loss_fn != (target is not None):
             call = f"{method}(x, target=x)"
             check_target(target, has_loss_fn=self._has_loss_fn, call=call, without="call forward()")
-        return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
+        num_replicas = self._running.host.grid.replicas_per_batch
+        return self._running.splitter.batch(args, kwargs, target, num_replicas=num_replicas)
 
     def _measurable(self, batch: Batch) -> Batch:
         """Return a batch whose targets ``metrics`` gets: without a loss_fn, the labels among the model's inputs."""
@@ -344,9 +346,9 @@ class StepRunner:
     def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return, for each replica, the loss weights of its micro-batches; one list if all replicas share one batch."""
         host = self._running.host
-        if host.replicas_per_batch > 1:
+        if host.grid.replicas_per_batch > 1:
             return [weights]
-        every = host.across(weights)
+        every = host.collectives.gather_over_replicas(weights)
         sizes = [len(own) for own in every]
         if len(set(sizes)) > 1:
             raise InputError(
@@ -363,7 +365,7 @@ class StepRunner:
                 f"of each micro-batch to Microbatch(...)"
             )
         host = self._running.host
-        batch = self._running.splitter.as_given(microbatches, num_replicas=host.replicas_per_batch)
+        batch = self._running.splitter.as_given(microbatches, num_replicas=host.grid.replicas_per_batch)
         check_given_targets(batch, has_loss_fn=self._has_loss_fn)
         return batch
 
@@ -431,13 +433,13 @@ class StepRunner:
         with running.assembly.norms.counting():
             run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
             running.host.run(run_spec, call.batch, grad=False)
-        bring_ends(programs.plain, step_data, running.host)
+        bring_ends(programs.plain, step_data, running.host.collectives)
         return step_data
 
     def _result(self, call: StepCall, step_data: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         host = self._running.host
-        if step_data.added or step_data.metrics or not isinstance(host, ThreadRanks):
+        if step_data.added or step_data.metrics or not host.grid.in_one_process:
             run = RunResults(
                 rank=last,
                 loss=lambda: call.loss(step_data),
@@ -460,7 +462,7 @@ class StepRunner:
         if not call.gather:
             return call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        return self._running.host.from_rank(
+        return self._running.host.collectives.from_rank(
             last, lambda: call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
         )
 

@@ -14,6 +14,7 @@ from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.options import Distributed
 from pipesched.pipeline.plan_trials import Trial
+from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
@@ -26,9 +27,10 @@ from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
+from pipesched.runtime.collectives import RankCollectives
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.microbatches import SplitDims
-from pipesched.runtime.rank_host import MeshRanks, host_for
+from pipesched.runtime.rank_host import host_for
 from pipesched.simulation.exact_solver import check_solver
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import RanksAre, check_ranks_are
@@ -185,7 +187,7 @@ def tune(
         devices = _devices_for(num_ranks)
     runs_here = None if mesh is not None else ["cpu"]
     host = host_for((count and devices) or runs_here, mesh, 1, timeout, "all")
-    places = list(devices or host.devices)
+    places = list(devices or host.grid.devices)
     if num_ranks is None:
         num_ranks = len(places)
 
@@ -250,16 +252,17 @@ def tune(
     where: dict[str, Any] = {**ranks, "whole_layers": whole_layers}
     with closing(host):
         trial = Trial(model, sample, loss_fn, target, split_dims, where, host, batch_size, runs_all=confirm is not None)
-        return _together(host, decide, trial.run) if isinstance(host, MeshRanks) else decide(trial.run)
+        return decide(trial.run) if host.grid.in_one_process else _together(host.collectives, decide, trial.run)
 
 
-def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
+def _together(collectives: RankCollectives, decide: Callable[[Run], Plan], run: Run) -> Plan:
     """Search on rank 0, while all ranks run the trial plans that rank 0 chooses. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
-        return run(host.agreed(lambda: list(plans)), told)
+        return run(collectives.agreed(lambda: list(plans)), told)
 
-    while isinstance(asked := host.agreed(lambda: decide(ask)), list):
+    learn_decided_types(collectives)
+    while isinstance(asked := collectives.agreed(lambda: decide(ask)), list):
         run(asked, lambda _: None)
     return asked
 

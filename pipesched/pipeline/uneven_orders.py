@@ -44,7 +44,9 @@ class UnevenOrders:
         sizes = tuple(size.rounded() for size in batch.sizes(look)) if batch.as_given else ()
         running.num_sizes = len(set(sizes))
         if factory.searches and self._book.planned.rows:
-            sizes = _largest(running.host.across([(size.rows, size.elements) for size in sizes]))
+            sizes = _largest(
+                running.host.collectives.gather_over_replicas([(size.rows, size.elements) for size in sizes])
+            )
             if len(set(sizes)) > 1:
                 return factory.of_sizes(sizes, self._costs, **self._limits)
         return factory.of(len(batch.rows))

@@ -24,10 +24,9 @@ from pipesched.program.lowering import lower
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.executors.interpreter import StageLike
-from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
-from pipesched.runtime.rank_grid import Axes, grid_of
-from pipesched.runtime.rank_host import MeshRanks
+from pipesched.runtime.rank_grid import Axes, RankGrid, SumRanks, grid_of
+from pipesched.runtime.rank_host import RankHost, host_of_group, host_of_mesh
 from pipesched.runtime.reductions.collective_lane import Ticket
 from pipesched.runtime.reductions.replica_sum import ReplicaSums
 from pipesched.simulation.links import Collectives, Link, Links
@@ -82,38 +81,41 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
         ExecutionError: a rank did not respond within the timeout.
 
     """
-    host = MeshRanks(mesh, 1, timeout, axes=axes)
+    host = host_of_mesh(mesh, 1, timeout, axes=axes)
+    host.collectives.learn_types(Links, Link, Collectives)
     try:
         if host.sums is None:
-            return measure_links(host.executor)
+            return measure_links(host)
         group, *_ = grid_of(mesh, axes, timeout)
-        with closing(ProcessExecutor(group, device=host.devices[0], timeout_s=timeout)) as every:
+        in_a_row = RankGrid.single(group, device=host.grid.devices[0], timeout_s=timeout)
+        with closing(host_of_group(group, in_a_row, SumRanks([], []))) as every:
             links = measure_links(every)
         collectives = measure_collectives(host, host.sums)
-        return host.agreed(lambda: replace(links, collectives=collectives))
+        return host.collectives.agreed(lambda: replace(links, collectives=collectives))
     finally:
         host.close()
 
 
-def measure_links(executor: ProcessExecutor) -> Links:
-    """Measure the links between the ranks of an existing executor. Collective."""
+def measure_links(host: RankHost) -> Links:
+    """Measure the links between the ranks of a host with a single replica. Collective."""
+    grid = host.grid
 
     def run(program: Program, sizes: Sequence[int]) -> Iterable[Span]:
         stages = {
-            index: _Gives(sizes[index], executor.device)  # type: ignore[abstract]  # nothing but F runs
-            for index in program.chunks(executor.rank)
+            index: _Gives(sizes[index], grid.devices[grid.position])  # type: ignore[abstract]  # nothing but F runs
+            for index in program.chunks(grid.position)
         }
         run_spec = RunSpec(program, stages)
         looks = [tuple(sizes)] * program.num_microbatches
-        executor.run(run_spec, grad=False, looks=looks)  # warm-up: later runs can predict the form of messages
-        return executor.gather(executor.run(run_spec, grad=False, looks=looks))
+        host.executor.run(run_spec, grad=False, looks=looks)  # warm-up: later runs can predict the form of messages
+        return host.collectives.gather_spans([host.executor.run(run_spec, grad=False, looks=looks)])
 
-    return find_links(executor.num_ranks, run)
+    return find_links(len(grid.devices), run)
 
 
-def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives, ...]:
+def measure_collectives(host: RankHost, sums: ReplicaSums) -> tuple[Collectives, ...]:
     """Measure the collectives among replicas, for each group of ranks with the same stages. Collective."""
-    device = host.devices[0]
+    device = host.grid.devices[0]
     count = len(host.grid.rows)
 
     def whole(size: int) -> Tensor:
@@ -128,7 +130,7 @@ def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives
         "all_gather": gather,
     }
     own = {kind: _timed(start, sums, device) for kind, start in starts.items()}
-    every = host.gathered_in_all(own)
+    every = host.collectives.gathered_in_all(own)
     rings = [[row[rank] for row in host.grid.rows] for rank in range(len(host.grid.rows[0]))]
     return tuple(
         Collectives(tuple(ring), **{kind: _slowest([every[rank][kind] for rank in ring]) for kind in starts})

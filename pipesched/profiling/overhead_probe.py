@@ -34,7 +34,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Batch
-from pipesched.runtime.rank_host import MeshRanks, RankHost, host_for
+from pipesched.runtime.rank_host import RankHost, host_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
@@ -176,28 +176,28 @@ def probe_overheads(
         raise InputError(f"rounds must be at least 1; got rounds={shown(rounds)}; pass 1 or more")
     host = host_for(devices, mesh, 1, timeout, "all")
     try:
-        if not host.devices:
+        if not host.grid.devices:
             raise DeviceCountError(
                 "measuring overheads requires at least one rank; got no devices; pass a list such as ['cpu', 'cpu']"
             )
-        others = sorted({str(device) for device in host.devices if device.type != "cpu"})
+        others = sorted({str(device) for device in host.grid.devices if device.type != "cpu"})
         if others:
             raise InputError(
                 f"overheads can be measured only for ranks on CPUs; devices contains {', '.join(others)}; use "
                 f"probe_links for the links between devices"
             )
-        host.start()
-        num_cores = host.agreed(lambda: os.cpu_count() or 1)
-        return find_overheads(len(host.devices), num_cores, _runner(host), rounds)
+        host.executor.start()
+        num_cores = host.collectives.agreed(lambda: os.cpu_count() or 1)
+        return find_overheads(len(host.grid.devices), num_cores, _runner(host), rounds)
     finally:
         host.close()
 
 
 def _runner(host: RankHost) -> Run:
     def run(program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
-        device = host.devices[0]
+        device = host.grid.devices[0]
         lowered = lower(program)
-        own = {stage for stage, rank in enumerate(program.placement) if host.holds(rank)}
+        own = {stage for stage, rank in enumerate(program.placement) if host.grid.holds(rank)}
         layers = {stage: _Layer(parts[stage], waits, device) for stage in sorted(own)}
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
@@ -220,8 +220,8 @@ def _runner(host: RankHost) -> Run:
                 for stage, layer in layers.items()
                 for action, took_s in zip(_of_stage(program, stage), layer.seconds, strict=True)
             }
-            spans = host.gather([timeline]) if isinstance(host, MeshRanks) else list(timeline.spans())
-            parts = host.gathered((seconds, lost_s))
+            spans = host.collectives.gather_spans([timeline])
+            parts = host.collectives.gathered((seconds, lost_s))
             seconds = {action: took_s for own, _ in parts for action, took_s in own.items()}
             lost_s = sum(lost for _, lost in parts)
             trace = Trace(spans, program.num_ranks)

@@ -23,9 +23,9 @@ from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
 from pipesched.program.tree_groups import num_tree_groups
 from pipesched.reference.unsplit_model import Unsplit
+from pipesched.runtime.collectives import LocalCollectives
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Batch, GivenBatch, Microbatch, SplitDims, Splitter
-from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_metrics import with_added
@@ -132,7 +132,7 @@ def reference_step(
     torch.set_num_threads(intra_op_threads)
     step_data = StepData(seed, step, batch.inputs, targets=batch.targets, factors=factors)
     rule = _rule(loss_fn, loss_weight, loss_reduction, rows_in_front=split_dims == 0)
-    norms = MiniBatchNorms(batch_norm, ThreadRanks([], 1))
+    norms = MiniBatchNorms(batch_norm, LocalCollectives())
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     try:
         own_norms = norms.of_stage((0, 0), (0, 0), modules)

@@ -1,21 +1,27 @@
-"""Rank grid: arranges the ranks of a mesh into replicas of one pipeline."""
+"""Rank grid: where the ranks of a pipeline are: in which replica, in which process and on which device."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.checks import check_type, shown
 from pipesched.errors import DeviceCountError, ExecutionError
+from pipesched.runtime.coordination.rendezvous import names_of, ranks_of
+from pipesched.units import counted
 
-__all__ = ["Axes", "RankGrid", "SumRanks", "grid_of", "own_group"]
+__all__ = ["Axes", "Inputs", "RankGrid", "SumRanks", "grid_of", "own_group"]
 
 #: Maps "pipeline", "replicate" and "shard" to names of mesh dimensions.
 Axes = Mapping[str, str]
+
+#: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes a batch).
+Inputs = Literal["all", "first"]
 
 _KNOWN = {
     "pipeline": ("pp", "pipeline"),
@@ -26,26 +32,82 @@ _KNOWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """The ranks of a process group, arranged by replica and by rank within the replica's pipeline.
+    """The ranks of a pipeline, arranged by replica and by rank within the replica's pipeline.
 
     All replicas run the same program, each on its own micro-batches. Ranks at the same position in different replicas
-    hold the same stages. Groups of ``num_shards`` consecutive replicas may split weights among themselves.
+    hold the same stages. Groups of ``num_shards`` consecutive replicas may split weights among themselves. The ranks of
+    several processes are numbered as in their process group ("group ranks").
 
     Args:
         rows: for each replica, the group ranks of its pipeline, in pipeline order.
-        rank: the group rank of this process.
+        rank: the group rank of this process, or 0 if all ranks are in one process.
+        all_devices: the device of each rank of a replica, including ranks that hold no stages.
+        names: the names of the processes in error messages, by group rank.
+        in_one_process: whether all ranks are threads of this process. Default: False (each rank is a process).
+        num_idle: the number of ranks at the end of each pipeline that hold no stages. Default: 0.
         num_shards: the size of the mesh dimension "shard". Default: 1.
+        global_ranks: the rank of each process in the whole job, by group rank. Default: none, as in one process.
+        timeout_s: how long a process waits for another process, in seconds. Default: None (there is no other).
+        inputs: the ranks that pass a batch. Default: "all".
 
     """
 
     rows: tuple[tuple[int, ...], ...]
     rank: int
+    all_devices: tuple[torch.device, ...]
+    names: tuple[str, ...]
+    in_one_process: bool = False
+    num_idle: int = 0
     num_shards: int = 1
+    global_ranks: tuple[int, ...] = ()
+    timeout_s: float | None = None
+    inputs: Inputs = "all"
 
     @classmethod
-    def single(cls, group: Any) -> "RankGrid":
-        """Return the grid of a single replica that uses all ranks of a process group."""
-        return cls(rows=(tuple(range(group.size())),), rank=group.rank())
+    def threads(cls, devices: Sequence[torch.device]) -> "RankGrid":
+        """Return the grid of ranks that are threads of this process, each on its device."""
+        row = tuple(range(len(devices))) or (0,)
+        return cls(rows=(row,), rank=0, all_devices=tuple(devices), names=("this process",), in_one_process=True)
+
+    @classmethod
+    def single(cls, group: Any, *, device: torch.device | None = None, timeout_s: float = 60.0) -> "RankGrid":
+        """Return the grid of a single replica that uses all ranks of a process group, by default on CPUs."""
+        return cls(
+            rows=(tuple(range(group.size())),),
+            rank=group.rank(),
+            all_devices=(device or torch.device("cpu"),) * group.size(),
+            names=tuple(names_of(group)),
+            global_ranks=tuple(ranks_of(group) or range(group.size())),
+            timeout_s=timeout_s,
+        )
+
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankGrid":
+        """Return a grid of the same ranks, of which only the first ``num_ranks`` of each pipeline hold stages.
+
+        Raises DeviceCountError if ``all_ranks`` is True but a rank of a mesh would hold no stage.
+        """
+        if all_ranks and not self.in_one_process and num_ranks != len(self.all_devices):
+            raise DeviceCountError(
+                f"without a plan, every rank of the mesh must hold stages; the mesh has "
+                f"{counted(len(self.all_devices), 'rank')}, but the program uses {num_ranks}; use a mesh of "
+                f"{counted(num_ranks, 'rank')}, or a model and a schedule "
+                f"with more stages"
+            )
+        return replace(self, num_idle=max(0, len(self.all_devices) - num_ranks))
+
+    def holds(self, rank: int) -> bool:
+        """Return whether a rank of this process's replica runs in this process."""
+        return self.in_one_process or rank == self.position
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of the ranks that hold stages."""
+        return self.all_devices[: len(self.all_devices) - self.num_idle]
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes in all replicas."""
+        return len(self.names)
 
     @cached_property
     def replica(self) -> int:
@@ -73,15 +135,26 @@ class RankGrid:
         first = self.replica // self.num_shards * self.num_shards
         return self.peers[first : first + self.num_shards]
 
-    def named(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the group's ranks. If there are several replicas, each name also states the replica."""
-        if len(self.rows) == 1:
-            return [*names]
-        places = {rank: (replica, place) for replica, row in enumerate(self.rows) for place, rank in enumerate(row)}
-        return [
-            f"{name} (replica {places[rank][0]}, rank {places[rank][1]} of its pipeline)"
-            for rank, name in enumerate(names)
-        ]
+    @cached_property
+    def replicas_per_batch(self) -> int:
+        """The number of replicas whose rows a batch contains: all if only rank 0 passes a batch, otherwise 1."""
+        return len(self.rows) if self.inputs == "first" else 1
+
+    @cached_property
+    def compares_batches(self) -> bool:
+        """Whether several processes of a replica pass the same batch, which they then compare."""
+        return self.inputs == "all" and not self.in_one_process and len(self.pipeline) > 1
+
+
+def _names(group: Any, rows: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """Return the names of a group's ranks. If there are several replicas, each name also states the replica."""
+    if len(rows) == 1:
+        return tuple(names_of(group))
+    places = {rank: (replica, place) for replica, row in enumerate(rows) for place, rank in enumerate(row)}
+    return tuple(
+        f"{name} (replica {places[rank][0]}, rank {places[rank][1]} of its pipeline)"
+        for rank, name in enumerate(names_of(group))
+    )
 
 
 class SumRanks(NamedTuple):
@@ -97,7 +170,9 @@ class SumRanks(NamedTuple):
     shards: list[list[int]]
 
 
-def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, SumRanks]:
+def grid_of(
+    mesh: DeviceMesh, axes: Axes | None, timeout_s: float, inputs: Inputs = "all"
+) -> tuple[Any, RankGrid, SumRanks]:
     """Return the process group that contains the ranks of all replicas, its RankGrid and its SumRanks. Collective.
 
     Args:
@@ -106,6 +181,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
             Default: a mesh with one dimension is a pipeline; the dimensions of any other mesh are recognised by
             their names.
         timeout_s: how long a process waits for another process, in seconds.
+        inputs: the ranks that pass a batch. Default: "all".
 
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
@@ -117,7 +193,8 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
     dims = _dims(mesh, axes)
     if len(dims) == 1:
         own = mesh.get_group(dims["pipeline"])
-        return own, RankGrid.single(own), SumRanks([], [])
+        grid = RankGrid.single(own, device=_own_device(mesh), timeout_s=timeout_s)
+        return own, replace(grid, inputs=inputs), SumRanks([], [])
     here = mesh.get_coordinate()
     if here is None:
         raise DeviceCountError(
@@ -135,7 +212,23 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
         whole=grids.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist(),
         shards=grids.permute(0, 2, 3, 1).flatten(0, 2).tolist(),
     )
-    return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank()), num_shards=size[1]), sums
+    grid = RankGrid(
+        rows=rows,
+        rank=members.index(distributed.get_rank()),
+        all_devices=(_own_device(mesh),) * len(rows[0]),
+        names=_names(group, rows),
+        num_shards=size[1],
+        global_ranks=tuple(members),
+        timeout_s=timeout_s,
+        inputs=inputs,
+    )
+    return group, grid, sums
+
+
+def _own_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this process's rank of the mesh."""
+    device = torch.device(mesh.device_type)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipesched.errors import InputError
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.collectives import RankCollectives
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.gradient_norm import norm_of, total_norm
 
@@ -15,7 +15,7 @@ __all__ = ["share_overflow"]
 
 
 @torch.no_grad()
-def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_threads: int) -> None:
+def share_overflow(parameters: Sequence[nn.Parameter], collectives: RankCollectives, intra_op_threads: int) -> None:
     """If any gradient in any process is infinite or NaN, make all gradients infinite or NaN. Collective.
 
     Each GradScaler checks only the gradients of one optimizer in its own process. If all gradients are infinite or NaN,
@@ -23,7 +23,7 @@ def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_
 
     Args:
         parameters: the parameters of this process's stages.
-        host: the RankHost that runs the ranks of this process.
+        collectives: exchange values between the processes.
         intra_op_threads: the number of CPU threads that read the gradients.
 
     Raises:
@@ -33,7 +33,7 @@ def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.grad.numel()]
     with intra_op(intra_op_threads):
         finite = bool(total_norm([norm_of(grad, math.inf) for grad in grads], math.inf).isfinite())
-    known = host.gathered((len(grads), finite))
+    known = collectives.gathered((len(grads), finite))
     idle = [rank for rank, (count, _) in enumerate(known) if not count]
     if idle:
         raise InputError(

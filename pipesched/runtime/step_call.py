@@ -4,7 +4,7 @@ With ``inputs='first'``, only rank 0 passes a batch. Rank 0 then sends the call 
 part of the batch that the stages of that rank need.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from pipesched.tensors.payload import Payload, pytree, trainable_leaves
 from pipesched.tensors.row_join import OutputRows
 from pipesched.tensors.rows import Dim
 
-__all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "received"]
+__all__ = ["SENT_TYPES", "ScatterCall", "StepCall", "bring_ends", "received", "scatter_call"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ class _Unsent:
 SENT_TYPES = _Opening, _Unsent, BatchPaths
 
 
-def dealt(
+#: Splits a call of rank 0 into rank 0's own part and a message for each rank.
+ScatterCall = Callable[[StepCall], tuple[StepCall, list[Any]]]
+
+
+def scatter_call(
     call: StepCall, program: Program, bodies: Sequence[Body], grid: Sequence[Sequence[int]]
 ) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
@@ -142,12 +146,12 @@ def dealt(
         weighting = None if call.weighting is None else call.weighting.of_replica(replica, len(grid))
         part = replace(call, batch=replace(batch, looks=[look(value) for value in batch.inputs]), weighting=weighting)
         own.append(part)
-        of_ranks = _dealt_in_replica(part, program, bodies, len(ranks), is_first=not replica)
+        of_ranks = _scatter_in_replica(part, program, bodies, len(ranks), is_first=not replica)
         messages.update(zip(ranks, of_ranks, strict=True))
     return own[0], [messages[rank] for rank in sorted(messages)]
 
 
-def _dealt_in_replica(
+def _scatter_in_replica(
     call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int, *, is_first: bool
 ) -> list[Any]:
     """Split a replica's call into one message for each rank.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import ExecutionError, InputError
+from pipesched.runtime.collectives import LossAndMetrics
 from pipesched.runtime.microbatches import Weighting
-from pipesched.runtime.rank_host import LossAndMetrics, MeshRanks, RankHost, summed
+from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.step_data import Added, StepData
 from pipesched.tensors.added_losses import AddedReduction
 from pipesched.tensors.payload import used_here
@@ -65,31 +66,33 @@ class StepMetrics:
         """Return the loss of a run in all processes. Collective."""
         self.read = dict
         rows = _rows(run.step_data, run.microbatches)
-        if isinstance(host, MeshRanks):
+        if not host.grid.in_one_process:
             return self._finish_mesh(host, run, rows)
         result = _combined(run.loss(), _measured(run), rows, run.weighting)
         self.read = lambda: result.metrics
         return result.loss
 
-    def _finish_mesh(self, host: MeshRanks, run: RunResults, rows: Sequence[_Row]) -> Tensor:
+    def _finish_mesh(self, host: RankHost, run: RunResults, rows: Sequence[_Row]) -> Tensor:
         if run.kind not in self._adds:
-            self._adds[run.kind] = any(host.executor.exchange_in_all(bool(rows)))
+            self._adds[run.kind] = any(host.collectives.gathered_in_all(bool(rows)))
         adds = self._adds[run.kind]
         if not adds:
             self._check_none(host, rows)
             if not run.measures:
-                return host.loss(run.rank, run.loss)
+                return host.collectives.loss(run.rank, run.loss)
         own = self._of_rank(host, run)
-        shared = host.shared((own, rows)) if adds else host.loss_with_metrics(run.rank, own)
-        rank, here, weighting, measures = run.rank, host.devices[run.rank], run.weighting, run.measures
+        collectives = host.collectives
+        shared = collectives.shared((own, rows)) if adds else collectives.loss_with_metrics(run.rank, own)
+        rank, here, weighting, measures = run.rank, host.grid.devices[run.rank], run.weighting, run.measures
         size = len(run.microbatches)
-        order = host.reduction_order
         found: list[_Result] = []
 
         def result() -> _Result:  # must not reference ``run``, because ``run`` would keep the batch alive
             if not found:
                 parts: Any = shared()
-                loss, metrics = summed([ranks[rank][0] for ranks in parts], here, order) if adds else parts
+                loss, metrics = (
+                    collectives.sum_of_replicas([ranks[rank][0] for ranks in parts], here) if adds else parts
+                )
                 if measures and metrics is None:
                     raise ExecutionError(
                         f"if any rank passes metrics=, all ranks must pass it; another rank passed metrics=, but "
@@ -107,25 +110,25 @@ class StepMetrics:
         self.read = lambda: result().metrics
         return pending(lambda: result().loss)
 
-    def _of_rank(self, host: MeshRanks, run: RunResults) -> LossAndMetrics | None:
+    def _of_rank(self, host: RankHost, run: RunResults) -> LossAndMetrics | None:
         """Return the loss and the metrics of this process; None if another rank computes them."""
-        if not host.holds(run.rank):
+        if not host.grid.holds(run.rank):
             return None
         try:
             return run.loss(), _measured(run) if run.measures else None
         except InputError as error:  # the other ranks wait for the result
-            host.fail("metrics", error)
+            host.collectives.fail("metrics", error)
 
-    def _check_none(self, host: MeshRanks, rows: Sequence[_Row]) -> None:
+    def _check_none(self, host: RankHost, rows: Sequence[_Row]) -> None:
         """Stop all ranks if a layer adds a loss that the other ranks do not expect."""
         if rows:
             _, layer, *_, name, _, _ = rows[0]
             error = ExecutionError(
                 f"with a mesh, layers must add losses from the first step on, so that all ranks expect them; layer "
-                f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; in earlier steps, "
-                f"add a loss of zero, for example add_loss(0 * x.sum())"
+                f"{layer!r} on rank {host.grid.position} added its first loss {name!r} in a later step; in earlier "
+                f"steps, add a loss of zero, for example add_loss(0 * x.sum())"
             )
-            host.fail("step", error)
+            host.collectives.fail("step", error)
 
 
 def with_added(loss: Tensor, added: Mapping[int, Added], weighting: Weighting) -> Tensor:

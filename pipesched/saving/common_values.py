@@ -69,7 +69,7 @@ def kept_here(host: RankHost, rank: int, what: str, items: Mapping[str, Encoded]
         CheckpointError: a value differs between processes of a replica. All processes raise this error.
 
     """
-    digests = host.gathered({name: item.digests() for name, item in items.items()})
+    digests = host.collectives.gathered({name: item.digests() for name, item in items.items()})
     first: dict[str, int] = {}
     for giver, own in enumerate(digests):
         for name in own:

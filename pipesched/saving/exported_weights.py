@@ -45,7 +45,7 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
         tensors = {name: plain(tensor, repr(name)) for name, tensor in weights.items()}
         return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
-    shares = host.gathered_in_all(agreed(host, begin))
+    shares = host.collectives.gathered_in_all(agreed(host, begin))
     givers = [rank for rank, (names, _) in enumerate(shares) if names]
     files = {rank: f"model-{at:05}-of-{len(givers):05}.safetensors" for at, rank in enumerate(givers, 1)}
 

@@ -113,7 +113,7 @@ def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
     process that has the leaf saves it.
     """
     mine = {(name, leaf.path, leaf.key): leaf for name, extra in extras.items() for leaf in extra.leaves}
-    known = run.host.gathered({place: run.is_own(leaf.name) for place, leaf in mine.items()})
+    known = run.host.collectives.gathered({place: run.is_own(leaf.name) for place, leaf in mine.items()})
     givers = {place: min((not own[place], rank) for rank, own in enumerate(known) if place in own)[1] for place in mine}
     return {place for place, giver in givers.items() if giver == run.rank}
 

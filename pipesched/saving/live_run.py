@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 
 __all__ = ["Facts", "LiveRun"]
@@ -59,19 +59,18 @@ class LiveRun:
     @property
     def process(self) -> int:
         """The rank of this process among the ranks of all replicas, or 0 if there is no mesh."""
-        return self.host.executor.rank if isinstance(self.host, MeshRanks) else 0
+        return self.host.grid.rank
 
     @property
     def num_processes(self) -> int:
         """The total number of processes in all replicas."""
-        return self.host.executor.num_ranks if isinstance(self.host, MeshRanks) else 1
+        return self.host.grid.num_processes
 
     @property
     def writers(self) -> tuple[int, ...]:
         """The processes that write a checkpoint: those of replica 0, or all if replicas hold different states."""
-        if not isinstance(self.host, MeshRanks):
-            return (0,)
-        return tuple(range(self.num_processes)) if self.zero else self.host.grid.rows[0]
+        grid = self.host.grid
+        return tuple(range(grid.num_processes)) if self.zero or grid.in_one_process else grid.rows[0]
 
     @property
     def replica(self) -> int:
@@ -81,7 +80,7 @@ class LiveRun:
     @property
     def rank(self) -> int:
         """The rank of this process within its replica, or 0 if there is no mesh."""
-        return self.host.rank if isinstance(self.host, MeshRanks) else 0
+        return self.host.grid.position
 
     def division_of(self, optimizer: Optimizer) -> ShardedUpdate | None:
         """Return the `ShardedUpdate` that runs an optimizer, or None if the optimizer updates whole parameters."""

@@ -28,7 +28,7 @@ def check_equal_states(part: Part, host: RankHost) -> None:
     """
     if len(host.grid.rows) == 1:
         return
-    states = host.across(agreed(host, lambda: dict(_fingerprints(part))))
+    states = host.collectives.gather_over_replicas(agreed(host, lambda: dict(_fingerprints(part))))
 
     def compare() -> None:
         for replica, (rank, own) in enumerate(zip(host.grid.peers, states, strict=True)):

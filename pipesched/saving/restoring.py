@@ -9,7 +9,6 @@ from torch import Tensor
 from pipesched.checks import is_count, shown
 from pipesched.errors import CheckpointError
 from pipesched.progress import advance
-from pipesched.runtime.rank_host import MeshRanks
 from pipesched.saving.chunks import Rows
 from pipesched.saving.extra_states import ExtraChanges, as_extra
 from pipesched.saving.live_run import LiveRun
@@ -280,7 +279,7 @@ class Restoring:
 
     def _check_goes_on(self) -> None:
         """Raise CheckpointError if the pipeline has failed, so that load has raised an error in the main thread."""
-        if isinstance(self._run.host, MeshRanks) and self._run.host.executor.closed:
+        if self._run.host.executor.closed:
             raise CheckpointError("a load must not go on after the pipeline has failed")
 
     def apply(self, read: Read) -> None:

@@ -54,7 +54,7 @@ class Saver:
                 f"keep= must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such "
                 f"as 3, or leave keep= out for one checkpoint"
             )
-        asked = host.gathered_in_all((asynchronous, keep))
+        asked = host.collectives.gathered_in_all((asynchronous, keep))
         if any(other != asked[0] for other in asked):
             raise InputError(
                 f"every rank must pass the same asynchronous= and keep= to save; ranks 0 to {len(asked) - 1} passed "
@@ -65,13 +65,13 @@ class Saver:
         target = Target(
             path=path,
             folder=path if keep is None else path / f"step-{run.facts.step:08}",
-            data=host.gathered_in_all(begun)[0],
+            data=host.collectives.gathered_in_all(begun)[0],
             keep=keep,
             process=run.process,
             num_processes=run.num_processes,
             writers=run.writers,
-            names=host.names,
-            timeout_s=math.inf if host.timeout_s is None else host.timeout_s,
+            names=host.grid.names,
+            timeout_s=math.inf if host.grid.timeout_s is None else host.grid.timeout_s,
         )
         agreed(host, lambda: check_shared(target))
         others = self._others = Others(lambda: host.executor.closed)
@@ -90,7 +90,7 @@ class Saver:
 
         self._work = Work(write_copy)
         self._work.start(host)
-        self._work.end_at_exit(host.timeout_s)
+        self._work.end_at_exit(host.grid.timeout_s)
 
     def finish(self, run: LiveRun) -> None:
         """Wait until an asynchronous save has ended in all processes. If the save failed, all processes raise."""
@@ -104,7 +104,7 @@ class Saver:
         work, self._work = self._work, None
         if work is None:
             return
-        if not work.ends(host.timeout_s):
+        if not work.ends(host.grid.timeout_s):
             raise CheckpointError(
                 f"an asynchronous save must end before the pipeline is closed; {work.why_stuck}; check the file system"
             )
@@ -125,7 +125,9 @@ class Saver:
         """Load the newest undamaged checkpoint at a path. ``states`` is (optimizer, scheduler, extra)."""
         self.finish(run)
         path = as_path(path)
-        folders = run.host.gathered_in_all(agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
+        folders = run.host.collectives.gathered_in_all(
+            agreed(run.host, lambda: [str(one) for one in _folders(path, run)])
+        )[0]
         damage: DamagedCheckpointError | None = None
         for folder in folders:
             try:
@@ -203,7 +205,7 @@ def _prepared(
         return checkpoint, restoring
 
     checkpoint, restoring = in_all(run.host, prepare)
-    digests = run.host.gathered_in_all(hashlib.sha256(checkpoint.text).hexdigest())
+    digests = run.host.collectives.gathered_in_all(hashlib.sha256(checkpoint.text).hexdigest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(

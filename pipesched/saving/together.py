@@ -18,7 +18,8 @@ import torch
 from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
 from pipesched.progress import Progress, work_for
 from pipesched.runtime.coordination.rank_activity import user_line
-from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.runtime.rank_grid import RankGrid
+from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.caller_context import Caller
 from pipesched.user_warning import warn
 
@@ -81,7 +82,7 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
     """
     work = Work(make)
     work.run()
-    _raise_any(host, host.gathered_in_all(work.outcome), work)
+    _raise_any(host, host.collectives.gathered_in_all(work.outcome), work)
     return work.result
 
 
@@ -98,10 +99,10 @@ class Work(Generic[T]):
 
     def begin(self, host: RankHost) -> None:
         """Run the call: over a mesh in a new thread, while this thread exchanges messages; otherwise in this thread."""
-        if isinstance(host, MeshRanks):
-            self.start(host)
-        else:
+        if host.grid.in_one_process:
             self.run()
+        else:
+            self.start(host)
 
     def start(self, host: RankHost) -> None:
         """Run the call in a new thread, which does not keep the interpreter from exiting.
@@ -109,7 +110,7 @@ class Work(Generic[T]):
         The thread has this thread's settings and the device of the host, because the call may be the user's code.
         """
         caller = Caller.here((), grad=torch.is_grad_enabled())
-        run = partial(caller.context.run, self._run_in_thread, caller, host.devices[0])
+        run = partial(caller.context.run, self._run_in_thread, caller, host.grid.devices[0])
         self._thread = Thread(target=run, name="pipesched saving", daemon=True)
         self._thread.start()
 
@@ -205,7 +206,7 @@ def together(host: RankHost, work: Work[T], others: Others | None = None) -> T:
         others: where this function tells the work about failures of other processes. Default: None.
 
     """
-    if not isinstance(host, MeshRanks):
+    if host.grid.in_one_process:
         work.ended()  # in one process nothing else waits for the work, so it has no timeout
         return work.result
     others = others or Others()
@@ -213,11 +214,11 @@ def together(host: RankHost, work: Work[T], others: Others | None = None) -> T:
     try:
         while True:
             work.ended(pause_s)
-            states = [_State(*state) for state in host.gathered_in_all(tuple(work.state))]
+            states = [_State(*state) for state in host.collectives.gathered_in_all(tuple(work.state))]
             outcomes = [state.outcome for state in states if state.outcome is not None]
             if len(outcomes) == len(states):
                 break
-            _raise_if_stuck(host, states)
+            _raise_if_stuck(host.grid, states)
             others.compared_s = time.monotonic()
             for at, state in enumerate(states):
                 if state.outcome is not None and state.outcome[0]:
@@ -244,17 +245,18 @@ def in_all(host: RankHost, make: Callable[[], T], *, stops: bool = False) -> T:
         return together(host, work)
     except StuckError as error:
         if stops:
-            host.fail("a load", error)
+            host.collectives.fail("a load", error)
         raise
 
 
-def _raise_if_stuck(host: MeshRanks, states: Sequence[_State]) -> None:
+def _raise_if_stuck(grid: RankGrid, states: Sequence[_State]) -> None:
     """Raise StuckError in all processes if the work of one has made no progress for the timeout."""
-    stuck = [rank for rank, state in enumerate(states) if state.outcome is None and state.idle_s > host.timeout_s]
+    assert grid.timeout_s is not None
+    stuck = [rank for rank, state in enumerate(states) if state.outcome is None and state.idle_s > grid.timeout_s]
     if stuck:
         raise StuckError(
             f"saving and loading must make progress on all ranks; "
-            f"{', '.join(host.names[rank] for rank in stuck)} failed: {_why_stuck(states[stuck[0]])}; check "
+            f"{', '.join(grid.names[rank] for rank in stuck)} failed: {_why_stuck(states[stuck[0]])}; check "
             f"the file system, or pass a larger timeout="
         )
 
@@ -277,7 +279,7 @@ def _raise_any(host: RankHost, outcomes: Sequence[Any], work: Work[Any]) -> None
     if work.error is not None and work.outcome[0] == worst != "others":
         raise work.error
     rank = kinds.index(worst)
-    name = host.names[rank]
+    name = host.grid.names[rank]
     text = outcomes[rank][1]
     if worst == "others":
         raise CheckpointError(text) from work.error

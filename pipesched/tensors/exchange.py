@@ -1,7 +1,7 @@
 """Exchange: sends values between ranks outside the schedule, such as gradients of tied weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Trade(Protocol):
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send ``given[rank]`` to each rank in ``given``. Return the values from ``sources``, keyed by rank."""
 
-    def across(self, value: Any) -> list[Any]:
+    def gather_over_replicas(self, value: Any) -> list[Any]:
         """All-gather ``value`` among the ranks that hold the same stages. Return all values in replica order."""
 
 
@@ -36,9 +36,6 @@ class RankDevices(Protocol):
 
     def holds(self, rank: int) -> bool:
         """Return whether the rank runs in this process."""
-
-    def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise the error, and make the ranks of other processes raise an error as well."""
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:

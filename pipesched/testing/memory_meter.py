@@ -12,7 +12,6 @@ from pipesched.checks import check_type
 from pipesched.errors import ExecutionError
 from pipesched.pipeline.pipeline import Pipeline
 from pipesched.runtime.executors.device_streams import DeviceStreams, Message
-from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.memory_tracker import Books, Ledger, books_of
 from pipesched.tensors.payload import Payload
@@ -72,11 +71,11 @@ class MemoryMeter:
         """Start counting for the pipeline's current ranks."""
         self._books.clear()
         self._host = host = self._pipe._running.host
-        if isinstance(host, ThreadRanks):
-            executor = host.executor
+        executor: Any = host.executor
+        if host.grid.in_one_process:
             streams_of_rank = list(executor.streams_of_rank)
             for rank, streams in enumerate(streams_of_rank):
-                self._books[rank] = books_of(host.devices[rank])
+                self._books[rank] = books_of(host.grid.devices[rank])
                 executor.streams_of_rank[rank] = _Metered(streams, self._books[rank], copies=True)
 
             def put_back() -> None:
@@ -86,14 +85,12 @@ class MemoryMeter:
             executor._kept.clear()
             self._put_back.append(put_back)
         else:
-            assert isinstance(host, MeshRanks)
-            own = host.executor
-            streams = host.executor._streams
-            books = self._books[host.rank] = books_of(own.device)
-            own._streams = _Metered(streams, books, copies=False)
-            self._put_back.append(lambda: setattr(own, "_streams", streams))
+            streams = executor._streams
+            books = self._books[host.grid.position] = books_of(executor.device)
+            executor._streams = _Metered(streams, books, copies=False)
+            self._put_back.append(lambda: setattr(executor, "_streams", streams))
             assembly = self._pipe._running.assembly
-            for holder, name in ((own, "run"), (assembly, "reduce_late"), (assembly, "update_late")):
+            for holder, name in ((executor, "run"), (assembly, "reduce_late"), (assembly, "update_late")):
                 self._replace(holder, name, partial(_watched, books))
             if host.sums is not None:
                 self._replace(host.sums._lane, "start", partial(_with_watched_jobs, books))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipesched import Pipeline
 from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.step_call import StepCall, dealt
+from pipesched.runtime.step_call import StepCall, scatter_call
 from pipesched.testing import reference_step
 from tests.support import places
 from tests.support.branching_models import (
@@ -88,11 +88,11 @@ def test_inputs_go_where_they_are_used() -> None:
     batch = Splitter(3, fixed=False).batch((), {"left": FLOATS, "right": FLOATS.flip(0)})
     with pipeline("towers", made("towers")[0], devices=["cpu"] * 3, boundaries=["left.2", "right.2"]) as pipe:
         program = pipe.plan.program
-        _, messages = dealt(StepCall("forward", batch), program, pipe._running.assembly.bodies, [range(3)])
+        _, messages = scatter_call(StepCall("forward", batch), program, pipe._running.assembly.bodies, [range(3)])
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
         with pytest.raises(InputError, match=r"requires a gradient may be used on rank 0 only; rank 1 also uses"):
-            dealt(
+            scatter_call(
                 StepCall("forward", Splitter(3, fixed=False).batch(*late)),
                 program,
                 pipe._running.assembly.bodies,

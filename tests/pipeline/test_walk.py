@@ -23,7 +23,7 @@ FILES = {
     "pipeline": {"assembly", "pipeline", "step_runner", "uneven_orders"},
     "planning": {"program_factory"},
     "program": {"near_equal_parts"},
-    "runtime": {"microbatches", "rank_host", "step_call", "targets"},
+    "runtime": {"collectives", "microbatches", "rank_host", "step_call", "targets"},
     "runtime/executors": {"device_streams", "interpreter", "threads"},
     "runtime/stage": {"layer_runner", "stage"},
     "tensors": {

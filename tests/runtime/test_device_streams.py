@@ -13,8 +13,9 @@ from pipesched import Pipeline
 from pipesched.runtime.executors import threads as local
 from pipesched.runtime.executors.device_streams import CudaStreams, streams_for
 from pipesched.runtime.executors.processes import ProcessExecutor
-from pipesched.runtime.transport import connections
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport import device_channels as device_wire
+from pipesched.runtime.transport.connections import DeviceTransport, HostTransport, transport_for
 from pipesched.runtime.transport.device_channels import Nccl
 from pipesched.runtime.transport.host_copies import Courier
 from pipesched.runtime.transport.ports import ConnectionLostError
@@ -186,10 +187,12 @@ def test_torch_watches_longer_than_ranks_wait(cuda):
 
 
 def test_links_are_of_accelerators_and_need_nccl(monkeypatch):
-    assert device_wire.links_for(CPU, 60) is None
+    assert isinstance(transport_for(CPU), HostTransport)
+    transport = transport_for(torch.device("cuda", 0))
+    assert isinstance(transport, DeviceTransport)
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
     with pytest.raises(device_wire.ExecutionError, match=r"need NCCL; this build of torch .* has no NCCL"):
-        device_wire.links_for(torch.device("cuda", 0), 60)
+        transport.connect(None, 0, 1, 60)
 
 
 # ---- losses ----
@@ -219,15 +222,15 @@ def raise_lost(value):
     raise ConnectionLostError("the connection ended")
 
 
-def test_the_loss_of_a_mesh_leaves_by_courier(cuda, monkeypatch, tmp_path):
+def test_the_loss_of_a_mesh_leaves_by_courier(cuda, tmp_path):
     """One rank alone, told that its device is a GPU."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
 
     class Group:
         rank, size, get_group_store = staticmethod(lambda: 0), staticmethod(lambda: 1), staticmethod(lambda: store)
 
-    monkeypatch.setattr(connections, "links_for", lambda device, timeout_s: None)
-    executor = ProcessExecutor(Group, device=torch.device("cuda", 0), timeout_s=5)
+    grid = RankGrid.single(Group, device=torch.device("cuda", 0), timeout_s=5)
+    executor = ProcessExecutor(Group, grid, transport=HostTransport())
     assert float(executor.share(0, (torch.tensor(2.5),))()[0]) == 2.5
     (thread,) = executor._courier._threads
     executor.close()

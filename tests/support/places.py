@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched import Distributed, Pipeline, schedules
-from pipesched.runtime.rank_host import Inputs
+from pipesched.runtime.rank_grid import Inputs
 from pipesched.runtime.stage import split_backward as backward
 
 

@@ -17,6 +17,7 @@ from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
@@ -217,7 +218,7 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
 def over_mesh(group: Any, seeds: list[int]) -> list[Result]:
     """Run each program over a mesh, and return this rank's results. A job of test_stage_graphs."""
     backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     results = [by_executor(executor, program_of(seed), seed) for seed in seeds]
     executor.close()
     return results

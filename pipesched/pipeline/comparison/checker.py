@@ -22,7 +22,6 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.reference.reference_step import reference_step
 from pipesched.runtime.microbatches import GivenBatch
-from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.tensors.added_losses import collect_losses
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
@@ -110,9 +109,9 @@ class Checker:
             else:
                 own = replace(own, equal=(*own.equal, what))
         host = self._running.host
-        if isinstance(host, ThreadRanks):
+        if host.grid.in_one_process:
             return own
-        return merged(host.gathered_in_all((own.equal, own.skipped, own.differences)))
+        return merged(host.collectives.gathered_in_all((own.equal, own.skipped, own.differences)))
 
     # ---- what cannot be compared ----------------------------------------------------------------------------------
 
@@ -121,11 +120,11 @@ class Checker:
         host = self._running.host
         if self._spec.wrap is not None:
             return "wrap= may have changed the modules"
-        if isinstance(host, ThreadRanks):
+        if host.grid.in_one_process:
             return ""
         if self._spec.zero:
             return "optimizer states, gradients or weights are split across replicas"
-        if any(host.gathered_in_all(any(parameter.is_meta for parameter in self._model.parameters()))):
+        if any(host.collectives.gathered_in_all(any(parameter.is_meta for parameter in self._model.parameters()))):
             return "this process holds only the weights of its own stages"
         self._gather_model()
         return ""
@@ -141,7 +140,7 @@ class Checker:
         return self._no_reference()
 
     def _no_derivatives(self, given: GivenBatch, *, twice: bool = False) -> str:
-        if not isinstance(self._running.host, ThreadRanks):
+        if not self._running.host.grid.in_one_process:
             return "a forward over a mesh cannot be differentiated"
         if not self._model.training:
             return "the model is in evaluation mode"
@@ -169,7 +168,7 @@ class Checker:
             "whole_layers": self._spec.whole_layers,
             "reduction_order": numerics.reduction_order,
         }
-        exact = running.program.exact and all(device.type == "cpu" for device in running.host.devices)
+        exact = running.program.exact and all(device.type == "cpu" for device in running.host.grid.devices)
         exact = exact and self._spec.compiled(torch.device("cpu")) is None
         return self._compared(
             lambda: self._steps.gradients(given),
@@ -248,7 +247,7 @@ class Checker:
             try:
                 return self._results(lambda: Results(values={"the loss": ours().detach().clone()}))
             except Exception as error:
-                if isinstance(error, PipeschedError) or not isinstance(self._running.host, ThreadRanks):
+                if isinstance(error, PipeschedError) or not self._running.host.grid.in_one_process:
                     raise
                 raise _FailsError(_in_a_line(error)) from error
 
@@ -266,8 +265,8 @@ class Checker:
 
         found = compare()
         differs = bool(found)
-        if not isinstance(self._running.host, ThreadRanks):
-            differs = any(self._running.host.gathered(differs))
+        if not self._running.host.grid.in_one_process:
+            differs = any(self._running.host.collectives.gathered(differs))
         if not differs:
             return ""
         due, got = (LayerOutputs(self._spec.layers) for _ in range(2))
@@ -292,9 +291,9 @@ class Checker:
     def _shared(self, given: GivenBatch) -> GivenBatch:
         """Return the batch in all processes, also if only rank 0 passes it. Collective under a mesh."""
         host = self._running.host
-        if not isinstance(host, MeshRanks) or not host.gets_first:
+        if host.grid.inputs == "all":
             return given
-        return GivenBatch(*host.from_rank(0, lambda: tuple(given)))
+        return GivenBatch(*host.collectives.from_rank(0, lambda: tuple(given)))
 
     @contextmanager
     def _on_one_device(self, given: GivenBatch) -> Iterator[GivenBatch]:

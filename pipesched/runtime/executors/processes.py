@@ -40,7 +40,6 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
 from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, doing_at, said
-from pipesched.runtime.coordination.rendezvous import names_of
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
 from pipesched.runtime.executors.device_streams import streams_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
@@ -49,13 +48,12 @@ from pipesched.runtime.executors.threads import RunSpec, Stopped
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.channels import SHARE, Channels
 from pipesched.runtime.transport.clock_sync import clock_offset
-from pipesched.runtime.transport.connections import met
-from pipesched.runtime.transport.device_channels import ends_over
+from pipesched.runtime.transport.connections import MessageTransport, met, transport_for
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.host_copies import Courier
 from pipesched.runtime.transport.layout_book import digest
 from pipesched.runtime.transport.message_layout import MessageLayout, describe
-from pipesched.runtime.transport.ports import ConnectionLostError, Ports
+from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.runtime.transport.rank_exchange import DEALT, Exchange
 from pipesched.runtime.transport.shared_value import Shared
 from pipesched.simulation.trace import Span
@@ -79,31 +77,34 @@ class ProcessExecutor:
     Args:
         group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
             over connections that the executor creates.
-        grid: the arrangement of the group's ranks into replicas of the pipeline. Default: one replica. Programs
-            and exchanges run within each replica; comparisons, ``deal`` and the alarm include all ranks.
-        device: the device of this rank's stages. Default: the CPU.
+        grid: the arrangement of the group's ranks into replicas of the pipeline. Programs and exchanges run within each
+            replica; comparisons, ``deal`` and the alarm include all ranks. ``grid.timeout_s`` must exceed the step time
+            of the slowest rank.
         intra_op_threads: the number of CPU threads per operation on this rank.
-        timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. The timeout must exceed the
-            step time of the slowest rank.
+        transport: creates the connections. Default: the transport for messages of this rank's device.
+        encoding: encodes values other than tensors. Default: a new Encoding.
 
     Raises:
-        ExecutionError: if a rank does not join within ``timeout_s``.
+        ExecutionError: if a rank does not join within ``grid.timeout_s``.
 
     """
 
     def __init__(
         self,
         group: Any,
+        grid: RankGrid,
         *,
-        grid: RankGrid | None = None,
-        device: torch.device | None = None,
         intra_op_threads: int = 1,
-        timeout_s: float = 60.0,
+        transport: MessageTransport | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
-        self.rank: int = group.rank()
-        self.num_ranks: int = group.size()
-        self.grid = grid or RankGrid.single(group)
-        self.device = device or torch.device("cpu")
+        assert grid.timeout_s is not None
+        self.grid = grid
+        self.rank = grid.rank
+        self.num_ranks = grid.num_processes
+        self.device = grid.all_devices[grid.position]
+        self.timeout_s = grid.timeout_s
+        self._group = group
         self._streams = streams_for(self.device)
         self._threads = intra_op_threads
         self._busy = threading.Lock()
@@ -116,18 +117,16 @@ class ProcessExecutor:
         self._forked = Forked()
         self._courier = Courier(self.device)
         #: Encodes values other than tensors; decodes only types that were registered.
-        self.encoding = Encoding((Action, Kind, Lane, Span))
-        #: The names of all ranks in error messages.
-        self.names = self.grid.named(names_of(group))
-        self._alarm, connections = met(group, self.names, self.device, timeout_s)
+        self.encoding = encoding or Encoding((Action, Kind, Lane, Span))
+        self._transport = transport or transport_for(self.device)
+        self._alarm, store = met(group, grid.names, self.timeout_s)
         self._activity = self._alarm.activity
         with self._stopping_all("the construction of a pipeline"):
-            connections.connect()
+            connections = self._transport.connect(store, self.rank, self.num_ranks, self.timeout_s)
             self._end_connections = finalize(self, connections.close)
             self._alarm.on_fault(connections.hang_up)
-            self._links = links = connections.links
-            ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
-            self._wire = Channels(Ports(connections.sockets, connections.port), _IDENTITY, self.encoding, ends)
+            self._links = connections.links
+            self._wire = connections.channels(_IDENTITY, self.encoding)
         with self._one_at_a_time("the construction of a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
@@ -137,6 +136,23 @@ class ProcessExecutor:
             atexit.register(at_exit)
             finalize(self, atexit.unregister, at_exit).atexit = False
         _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
+
+    def reconnected(self) -> "ProcessExecutor":
+        """Return a new executor like this one, for example after ``close``. Collective."""
+        return ProcessExecutor(
+            self._group,
+            self.grid,
+            intra_op_threads=self._threads,
+            transport=self._transport,
+            encoding=self.encoding,
+        )
+
+    def start(self) -> None:
+        """Do nothing: the rank is this thread of this process."""
+
+    def with_devices(self, devices: Sequence[torch.device]) -> "ProcessExecutor":
+        """Return this executor: a rank without stages still takes part in collective calls."""
+        return self
 
     def end_in_child(self) -> None:
         """Disable the executor in a forked child process, without closing the connections of the parent process."""
@@ -165,13 +181,20 @@ class ProcessExecutor:
     # ---- running --------------------------------------------------------------------------------------------------
 
     def run(
-        self, run_spec: RunSpec, *, grad: bool, looks: Sequence[Hashable] = (), values: bytes = b""
+        self,
+        run_spec: RunSpec,
+        *,
+        grad: bool,
+        caller: Caller | None = None,
+        looks: Sequence[Hashable] = (),
+        values: bytes = b"",
     ) -> RankTimeline:
         """Run this rank's part of a lowered program in this thread.
 
         Args:
             run_spec: the program, its stages and its hooks; only the stages of this rank are used.
             grad: whether grad mode is enabled.
+            caller: the settings for layers that run in the program. Default: the settings of this thread.
             looks: the key of each micro-batch, as returned by ``look``. The executor predicts message layouts from the
                 keys.
             values: a digest of the values of the batch, which all ranks must have. Default: not compared.
@@ -185,7 +208,7 @@ class ProcessExecutor:
         with self._one_at_a_time("a step"):
             failed = True
             try:
-                timeline = self._run(run_spec, self.caller(grad=grad), looks, values)
+                timeline = self._run(run_spec, caller or self.caller(grad=grad), looks, values)
                 failed = False
             except BaseException as error:
                 self._activity.fail(*_account(error))
@@ -340,11 +363,16 @@ class ProcessExecutor:
             known = self._known[id(program)] = program, own
         return known[1]
 
-    def _open_wire(self) -> Channels:
+    def check_open(self, call: str) -> None:
+        """Raise ExecutionError after ``close``. ``call`` describes the call in the error message."""
         self._forked.check()
         if self._wire is None:
-            why = self._fault or "it was closed before this step"
+            why = self._fault or f"it was closed before {call}"
             raise ExecutionError(f"a closed pipeline cannot run; {why}; make a new pipeline")
+
+    def _open_wire(self) -> Channels:
+        self.check_open("this step")
+        assert self._wire is not None
         return self._wire
 
     # ---- communication outside the program ------------------------------------------------------------------------
@@ -378,7 +406,7 @@ class ProcessExecutor:
             )
 
     @contextmanager
-    def collective(self, call: str) -> Iterator[None]:
+    def stopping_all(self, call: str) -> Iterator[None]:
         """A context for calling torch.distributed collectives. An error inside the context stops all ranks.
 
         ``call`` names the call in error messages.
@@ -570,14 +598,14 @@ class ProcessExecutor:
             self._fault = str(self._alarm.ring(why, "raised"))
             self._drop()
 
-    def leave_after(self, error: BaseException, call: str) -> None:
-        """Stop all ranks because of an error in a call, unless this executor is closed.
+    def abandon(self, what: str, error: BaseException) -> None:
+        """Stop all ranks because of an error in the call ``what``, unless this executor is closed.
 
         Raises ``error``. If another rank's failure caused ``error``, raises an ExecutionError that names the failed
         rank.
         """
         if not self.closed:
-            with self._stopping_all(call):
+            with self._stopping_all(what):
                 raise error
 
     def _drop(self) -> None:

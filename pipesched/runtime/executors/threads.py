@@ -11,9 +11,9 @@ order of actions: the whole order of a single step, or the part that a stream ad
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import permutations
 from queue import SimpleQueue
 from typing import Any
@@ -277,20 +277,38 @@ class _QueueTransport:
 
 
 class ThreadExecutor:
-    """Runs programs with one thread per rank. The threads end on ``close``, or when the executor is deleted."""
+    """Runs programs with one thread per rank.
+
+    The threads start with ``start`` or the first run, and end on ``close`` or when the executor is deleted.
+    """
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
-        self.streams_of_rank = [streams_for(device) for device in devices]
+        self._devices = devices
+        self._intra_op_threads = intra_op_threads
         self._device_types = {device.type for device in devices}
         self._busy = threading.Lock()
         self._jobs: _Jobs = [SimpleQueue() for _ in devices]
-        self._threads = _start_threads(self._jobs, intra_op_threads)
+        self._threads: list[threading.Thread] = []
         self._under_way: list[ref[ThreadRun]] = []  # the run that the threads may be executing
         self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
         self._last: ThreadRun | None = None
         self._kept: dict[int, BoundProgram] = {}
         self._forked = Forked()
         end_in_children(self)
+
+    @cached_property
+    def streams_of_rank(self) -> list[DeviceStreams]:
+        """The streams of each rank. Only an executor that runs uses its devices."""
+        return [streams_for(device) for device in self._devices]
+
+    def start(self) -> None:
+        """Start the threads, unless they have been started."""
+        if not self._threads:
+            self._threads += _start_threads(self._jobs, self._intra_op_threads)
+
+    def with_devices(self, devices: Sequence[torch.device]) -> "ThreadExecutor":
+        """Return a new executor with one thread per device."""
+        return ThreadExecutor(devices, self._intra_op_threads)
 
     def end_in_child(self) -> None:
         """Disable the executor in a forked child process, because its threads exist only in the parent process."""
@@ -304,13 +322,23 @@ class ThreadExecutor:
         """Whether the threads have been stopped."""
         return not self._finalizer.alive
 
-    def run(self, run_spec: RunSpec, *, grad: bool, caller: Caller | None = None) -> Timeline:
+    def run(
+        self,
+        run_spec: RunSpec,
+        *,
+        grad: bool,
+        caller: Caller | None = None,
+        looks: Sequence[Hashable] = (),
+        values: bytes = b"",
+    ) -> Timeline:
         """Run a lowered program until all ranks have finished. An interrupt is raised only once all ranks have stopped.
 
         Args:
             run_spec: the program, its stages and its hooks.
             grad: whether grad mode is enabled.
             caller: the settings for layers that run in the program. Default: the settings of this thread.
+            looks: not used, because no message has a layout.
+            values: not used, because all ranks get one batch.
 
         Raises:
             ExecutionError: if a run is in progress, or after ``close``. An exception of a stage is raised unchanged,
@@ -366,6 +394,8 @@ class ThreadExecutor:
                 "returned"
             )
         try:
+            if not self._threads:
+                self.start()
             if self._last is not None:
                 self._last.wait()  # an interrupt during abandon() may have left ranks running
             run_spec.prepare(caller)
@@ -411,6 +441,10 @@ class ThreadExecutor:
                 f"{method}() was called from inside a running step (by a layer or a hook); "
                 f"call it after the step has returned"
             )
+
+    def abandon(self, what: str, error: BaseException) -> None:
+        """Close the executor: there is no other process that must know of the error."""
+        self.close()
 
     def close(self) -> None:
         """End the threads and wait for them. Raises ExecutionError if called from one of these threads."""

@@ -265,7 +265,7 @@ class MiniBatchNorms:
             arrived.setdefault(home, []).append(seen)
         for (stage, home), held in self._sorted():
             if held.norms is not None and stage == home:
-                held.norms.commit(self._trade.across(arrived[home]))
+                held.norms.commit(self._trade.gather_over_replicas(arrived[home]))
 
     def _sorted(self) -> list[tuple[tuple[int, int], _Held]]:
         return sorted(self._all.items(), key=lambda item: item[0])

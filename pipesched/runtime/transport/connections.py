@@ -1,9 +1,9 @@
-"""Connections: all connections of one rank to the other ranks, created and closed together."""
+"""Connections: connects one rank to the other ranks, over the transport that its executor was given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -12,44 +12,43 @@ from pipesched.errors import ExecutionError
 from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.coordination.rendezvous import AbsentError, Rendezvous
 from pipesched.runtime.coordination.stores import StoreLostError, asked
-from pipesched.runtime.transport.device_channels import Links, links_for
-from pipesched.runtime.transport.ports import ConnectionLostError
+from pipesched.runtime.transport.channels import Channels
+from pipesched.runtime.transport.device_channels import LinkMaker, Links, ends_over, nccl_for
+from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.ports import ConnectionLostError, Ports
 from pipesched.runtime.transport.sockets import SocketPort, own_host
 
-__all__ = ["Connections", "met"]
+__all__ = ["Connections", "DeviceTransport", "HostTransport", "MessageTransport", "met", "transport_for"]
 
 _HANG_UP = 21  # the tag of the receive in hang_up()
 _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 
 
 class Connections:
-    """A rank's sockets, its gloo port and, on an accelerator, its device links.
+    """All connections of one rank to the other ranks, created by a `MessageTransport` and closed together.
 
-    The constructor and ``connect`` are collective. ``group`` is the ranks' process group; only its ranks and its store
-    are used. The constructor raises ExecutionError if a rank does not join, and StoreLostError if the store does not
-    reply.
+    Args:
+        rank: this rank.
+        num_ranks: the number of ranks.
+        port: a gloo process group of all ranks, for long messages.
+        sockets: carries short messages from host to host.
+        links: carry tensors from device to device. Default: None (all messages travel from host to host).
+
     """
 
-    def __init__(self, group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> None:
-        self.rank: int = group.rank()
-        self.num_ranks: int = group.size()
-        rendezvous = Rendezvous(group.get_group_store(), self.rank, names)
-        self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
-        self._device = device
-        self._timeout_s = timeout_s
+    def __init__(
+        self, rank: int, num_ranks: int, *, port: Any, sockets: SocketPort, links: Links | None = None
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.port = port
+        self.sockets = sockets
+        self.links = links
 
-    def connect(self) -> None:
-        """Create the connections. Raises ConnectionLostError if the ranks are not connected within the timeout."""
-        limit = timedelta(seconds=self._timeout_s)
-        try:
-            self.port: Any = asked(
-                lambda: distributed.ProcessGroupGloo(self.store, self.rank, self.num_ranks, limit), self._timeout_s + 1
-            )
-        except RuntimeError as error:
-            raise ConnectionLostError(f"ranks were not connected within {self._timeout_s:g} s ({error})") from None
-        maker = links_for(self._device, self._timeout_s)
-        self.links = None if maker is None else Links(maker, self.store, self.rank)
-        self.sockets = SocketPort(self.store, self.rank, own_host(self.store), self._timeout_s)
+    def channels(self, names: Sequence[str], encoding: Encoding) -> Channels:
+        """Return the channels over these connections. ``names`` and ``encoding`` are as for `Channels`."""
+        ends = None if self.links is None else ends_over(self.links, self.sockets, self.rank, encoding)
+        return Channels(Ports(self.sockets, self.port), names, encoding, ends)
 
     def hang_up(self) -> None:
         """Interrupt every operation in which this rank waits for another rank.
@@ -73,8 +72,55 @@ class Connections:
         self.sockets.close()
 
 
-def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """Wait until all ranks of the group have joined. Return this rank's `Alarm`, and `Connections` not yet connected.
+class MessageTransport(Protocol):
+    """Creates the connections that carry the messages of a rank. An executor gets its transport as an argument."""
+
+    def connect(self, store: Any, rank: int, num_ranks: int, timeout_s: float) -> Connections:
+        """Connect this rank to all other ranks of the store. Collective.
+
+        Raises ConnectionLostError if the ranks are not connected within the timeout.
+        """
+
+
+class HostTransport:
+    """Sends all messages from host to host: short ones through sockets, and long ones through gloo."""
+
+    def connect(self, store: Any, rank: int, num_ranks: int, timeout_s: float) -> Connections:
+        limit = timedelta(seconds=timeout_s)
+        try:
+            port = asked(lambda: distributed.ProcessGroupGloo(store, rank, num_ranks, limit), timeout_s + 1)
+        except RuntimeError as error:
+            raise ConnectionLostError(f"ranks were not connected within {timeout_s:g} s ({error})") from None
+        return Connections(rank, num_ranks, port=port, sockets=SocketPort(store, rank, own_host(store), timeout_s))
+
+
+class DeviceTransport:
+    """Sends the tensors of a program's messages from device to device, and everything else from host to host.
+
+    Args:
+        device: the device of this rank.
+        maker: creates the factory of links from the device and the timeout in seconds.
+
+    """
+
+    def __init__(self, device: torch.device, maker: Callable[[torch.device, float], LinkMaker] = nccl_for) -> None:
+        self._device = device
+        self._maker = maker
+
+    def connect(self, store: Any, rank: int, num_ranks: int, timeout_s: float) -> Connections:
+        maker = self._maker(self._device, timeout_s)
+        connections = HostTransport().connect(store, rank, num_ranks, timeout_s)
+        connections.links = Links(maker, store, rank)
+        return connections
+
+
+def transport_for(device: torch.device) -> MessageTransport:
+    """Return the transport for the messages of a device."""
+    return HostTransport() if device.type == "cpu" else DeviceTransport(device)
+
+
+def met(group: Any, names: Sequence[str], timeout_s: float) -> tuple[Alarm, Any]:
+    """Wait until all ranks of the group have joined. Return this rank's `Alarm`, and the store to connect over.
 
     ``names`` lists the names of the group's ranks.
 
@@ -84,8 +130,9 @@ def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float
     try:
         alarm = Alarm(group, names, own_host(group.get_group_store()), timeout_s)
         try:
-            connections = Connections(group, names, device, timeout_s)
-            alarm.meet(connections.store)
+            rendezvous = Rendezvous(group.get_group_store(), group.rank(), names)
+            store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
+            alarm.meet(store)
         except BaseException as error:
             if isinstance(error, AbsentError | StoreLostError):
                 alarm.ring(str(error), "waits")
@@ -98,4 +145,4 @@ def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float
             f"all {group.size()} ranks must construct the pipeline at the same time; {error}; "
             f"rank {group.rank()} stopped; fix the cause and restart the job"
         ) from None
-    return alarm, connections
+    return alarm, store

@@ -49,7 +49,7 @@ from pipesched.runtime.transport.layout_book import LayoutBook
 from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import ShortPort, lost
 
-__all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
+__all__ = ["Channel", "Link", "LinkMaker", "Links", "ends_over", "nccl_for"]
 
 _LENGTH = Struct("<q")  # a header: the size in bytes of the layout that follows; 0 if the prediction is right
 _AS_FORESEEN = _LENGTH.pack(0)
@@ -93,7 +93,7 @@ class Link(Protocol):
         """Abort the link, and all device work that waits for it."""
 
 
-class _Maker(Protocol):
+class LinkMaker(Protocol):
     """Creates the links of one rank."""
 
     device: torch.device
@@ -169,13 +169,11 @@ class Nccl:
         self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
 
 
-def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
-    """Return the factory that creates the links of a device, or None for a CPU.
+def nccl_for(device: torch.device, timeout_s: float) -> Nccl:
+    """Return the factory that creates the NCCL links of a device.
 
     Raises ExecutionError if torch was built without NCCL.
     """
-    if device.type == "cpu":
-        return None
     if not distributed.is_nccl_available():
         raise ExecutionError(
             f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has no NCCL; "
@@ -187,7 +185,7 @@ def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
 class Links:
     """All links of one rank. ``connect`` and ``close`` are collective."""
 
-    def __init__(self, maker: _Maker, store: Any, rank: int) -> None:
+    def __init__(self, maker: LinkMaker, store: Any, rank: int) -> None:
         self._maker = maker
         self._store = store
         self._rank = rank

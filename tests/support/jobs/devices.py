@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
@@ -18,9 +19,11 @@ from torch import Tensor, distributed
 
 from pipesched import Costs, schedules
 from pipesched.program.lowering import lower
+from pipesched.runtime.executors import processes
 from pipesched.runtime.executors.channel_plan import channels_of
 from pipesched.runtime.executors.processes import ProcessExecutor
-from pipesched.runtime.transport import connections
+from pipesched.runtime.rank_grid import RankGrid
+from pipesched.runtime.transport.connections import DeviceTransport
 from pipesched.runtime.transport.device_channels import Links
 from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.tensors.payload import Payload
@@ -120,7 +123,7 @@ class StandIns:
 def over_links(group: Any, job: Any, *args: Any) -> Any:
     """Run a job of another file with StandIns. Check that the job has posted operations on them."""
     before = made["posted"]
-    with mock.patch.object(connections, "links_for", StandIns):
+    with mock.patch.object(processes, "transport_for", partial(DeviceTransport, maker=StandIns)):
         result = job(group, *args)
     assert group.size() == 1 or made["posted"] > before
     return result
@@ -128,7 +131,7 @@ def over_links(group: Any, job: Any, *args: Any) -> Any:
 
 def memory_of_messages(group: Any, num_microbatches: int) -> int:
     """Count, for each layout, the messages whose memory this rank holds. Return the largest count."""
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     program = lower(schedules.get("1f1b").program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(100, 256))] * num_microbatches
     for _ in range(3):
@@ -156,7 +159,7 @@ class Fails(Checks):
 
 def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
     """Run a step in which rank 1 fails. Return the seconds, this rank's error, and the names of threads still alive."""
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     program = lower(schedules.get("gpipe").program(group.size(), 8))
     checked_run(executor, program)
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -175,7 +178,7 @@ def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
 
 def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]]]:
     """Run several programs on one executor. Return the links that this rank has after each program."""
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     links = []
     for name in names:
         checked_run(executor, lower(schedules.get(name).program(group.size(), 4)))

@@ -14,7 +14,8 @@ from pipesched import Distributed, Pipeline, Search, probe_links
 from pipesched.profiling.link_probe import measure_links
 from pipesched.profiling.overhead_probe import probe_overheads
 from pipesched.program.actions import Kind
-from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.rank_grid import RankGrid, SumRanks
+from pipesched.runtime.rank_host import host_of_group
 from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.transport.ports import Ports
 from pipesched.simulation.links import Links
@@ -75,12 +76,13 @@ class Delayed:
 
 def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
     """Return the measured links if messages are delayed. ``slow``: (sender, receiver) -> seconds of delay."""
-    executor = ProcessExecutor(group, timeout_s=20)
+    host = host_of_group(group, RankGrid.single(group, timeout_s=20), SumRanks([], []))
+    executor: Any = host.executor
     delay_s = {receiver: seconds for (sender, receiver), seconds in slow.items() if sender == group.rank()}
     ports = executor._wire._ports
     delayed = [Delayed(port, delay_s) for port in (ports.short, ports.long)]
     executor._wire._ports = Ports(*delayed)
-    links = measure_links(executor)
+    links = measure_links(host)
     for port in delayed:
         port.close()
     executor.close()

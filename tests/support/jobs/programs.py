@@ -9,6 +9,7 @@ from pipesched import Costs, Kind, Program, schedules
 from pipesched.program.lowering import lower
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.tensors.payload import Payload, PerConsumer
 from pipesched.testing.fake_executor import FakeStage
 
@@ -62,7 +63,7 @@ def checked_run(executor: ProcessExecutor, program: Program) -> Any:
 
 def run_programs(group: Any, texts: list[str]) -> int:
     """Run each program. Return the number of values that this rank has received."""
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     spans = [span for text in texts for span in checked_run(executor, lower(Program.parse(text))).spans()]
     executor.close()
     return sum(span.action.kind in (Kind.RECV_F, Kind.RECV_B) for span in spans)
@@ -70,7 +71,7 @@ def run_programs(group: Any, texts: list[str]) -> int:
 
 def one_clock(group: Any, name: str) -> list[Any]:
     """Return the spans of all ranks, as rank 0 collects them."""
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     program = lower(schedules.get(name).program(group.size(), 4))
     costs = Costs.uniform(program.num_stages, forward_s=0.002, input_grad_s=0.002, weight_grad_s=0.002)
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
@@ -82,7 +83,7 @@ def one_clock(group: Any, name: str) -> list[Any]:
 
 def several_at_once(group: Any) -> int:
     """Use several open executors of one group in turn. Return the number of threads that outlive the executors."""
-    executors = [ProcessExecutor(group, timeout_s=10) for _ in range(3)]
+    executors = [ProcessExecutor(group, RankGrid.single(group, timeout_s=10)) for _ in range(3)]
     program = lower(schedules.get("interleaved-1f1b").program(group.size(), 4))
     for _ in range(2):
         for executor in executors:
@@ -115,7 +116,7 @@ def settings(group: Any) -> dict[str, Any]:
         def _check(self, *_: Any) -> None:
             pass
 
-    executor = ProcessExecutor(group, intra_op_threads=2, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10), intra_op_threads=2)
     program = lower(schedules.get("gpipe").program(group.size(), 3).forward())
     free = Costs.uniform(program.num_stages, forward_s=0)
     for inference in (True, False, True):
@@ -126,7 +127,7 @@ def settings(group: Any) -> dict[str, Any]:
 
 
 def exchange(group: Any) -> tuple[list[Any], Any]:
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     values = executor.exchange({"rank": group.rank(), "big": torch.full((group.rank() * 1000,), 1.0)})
     read = [executor.share(1, torch.tensor(float(number)) if group.rank() == 1 else None) for number in range(3)]
     shared = [float(one()) for one in reversed(read)]

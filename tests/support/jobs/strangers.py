@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
-from pipesched.runtime.rank_host import Inputs
+from pipesched.runtime.rank_grid import Inputs
 from pipesched.testing import reference_step
 
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(3)), torch.arange(9) % 3

@@ -14,6 +14,7 @@ from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
@@ -67,7 +68,7 @@ class Trainer:
 
 def train(group: Any, names: list[str], checkpoint: str) -> None:
     """Check that two steps of each schedule are bit-identical to a plain loop. The second batch has another size."""
-    executor = ProcessExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
     backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
     for name in names:
         expected, actual = mixed_model(), mixed_model()
