@@ -232,7 +232,7 @@ class Running:
         lost_s = waited_s() - before_s
         trace = self.pipe.gather_trace()
         if self.ranks_are == "processes":
-            lost_s = max(self.pipe._running.host.executor.exchange(lost_s))
+            lost_s = max(self.pipe._running.host.collectives.gathered(lost_s))
         return trace, lost_s / trace.makespan_s
 
 

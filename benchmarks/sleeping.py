@@ -38,8 +38,10 @@ from versus_torch import same_gradients, torch_step
 
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
 from pipesched.program.actions import Action, Kind
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.simulation.trace import Span
@@ -217,6 +219,12 @@ def show_beside_torch(names: list[str], num_ranks: int, pairs: int) -> None:
         print(f"{name:20}{num_ranks:6}{ratio(ours, theirs)!s:>26}{times}  {agree}", flush=True)
 
 
+def connected_rank() -> ConnectedRank:
+    """Return the rank of this process, connected to all others."""
+    group = distributed.group.WORLD
+    return ConnectedRank(group, RankGrid.single(group))
+
+
 class BareStages:
     """The process executor with bare stages: the case "bare"."""
 
@@ -224,14 +232,15 @@ class BareStages:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
         stages = {index: Bare(index) for index in range(self.program.num_stages)}
         self.run_spec = RunSpec(lower(self.program), stages)
-        self.executor = ProcessExecutor(distributed.group.WORLD, RankGrid.single(distributed.group.WORLD))
+        self.rank = connected_rank()
+        self.executor = ProcessExecutor(self.rank)
 
     def step(self) -> None:
         self.timeline = self.executor.run(self.run_spec, grad=True)
 
     def trace(self) -> Trace:
         """The trace of the last step."""
-        return Trace(self.executor.gather(self.timeline), self.executor.num_ranks)
+        return Trace(ProcessCollectives(self.rank).gather_spans([self.timeline]), self.rank.num_ranks)
 
     def close(self) -> None:
         self.executor.close()
@@ -240,13 +249,13 @@ class BareStages:
 class Floor:
     """The case "floor": sleeps for each action, and sends messages over plain sockets.
 
-    The executor runs no actions; it only collects the ranks' spans after a step.
+    No executor runs; the collectives collect the ranks' spans after a step.
     """
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))
-        self.executor = ProcessExecutor(distributed.group.WORLD, RankGrid.single(distributed.group.WORLD))
-        self.rank = self.executor.rank
+        self.connected = connected_rank()
+        self.rank = self.connected.rank
         store = distributed.PrefixStore(f"floor/{name}", distributed.group.WORLD.get_group_store())
         self.port = SocketPort(store, self.rank, "127.0.0.1", 60)
         self.message = memoryview(bytearray(ROWS * WIDTH * 4))
@@ -268,10 +277,11 @@ class Floor:
         """The trace of the last step. The processes of one machine share a clock."""
         order = self.program.orders[self.rank]
         own = [Span(action, self.rank, *times, action.lane) for action, times in zip(order, self.times, strict=True)]
-        return Trace(tuple(span for spans in self.executor.exchange(own) for span in spans), self.executor.num_ranks)
+        every = ProcessCollectives(self.connected).gathered(own)
+        return Trace(tuple(span for spans in every for span in spans), self.connected.num_ranks)
 
     def close(self) -> None:
-        self.executor.close()
+        self.connected.close()
         self.port.close()
 
 

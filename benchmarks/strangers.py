@@ -322,7 +322,7 @@ def crowded_job(rank: int, ports: list[Any], folder: Path, num_steps: int, timeo
     options = {"mesh": mesh, "schedule": "1f1b", "distributed": Distributed(timeout=timeout_s), **GIVEN}
     with ExitStack() as stack:
         pipes = [stack.enter_context(Pipeline(model(), x[:2], **options)) for _ in range(PIPELINES)]
-        alarms = [pipe._running.host.executor._alarm._listener.server.getsockname()[:2] for pipe in pipes]
+        alarms = [pipe._running.host.executor.connected.alarm._listener.server.getsockname()[:2] for pipe in pipes]
         write(folder / f"address-{rank}", json.dumps([*ports, *([*alarm, ""] for alarm in alarms)]))
         until((folder / "here").exists)
         most = 0

@@ -22,6 +22,7 @@ from torch import distributed
 
 from pipesched import lower, schedules
 from pipesched.program.actions import Lane
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.rank_grid import RankGrid
@@ -80,7 +81,7 @@ def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Calla
 def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
     """Return a function that runs one step of empty stages and returns the seconds per compute action."""
     program = lower(schedules.get(name).program(2, NUM_MICROBATCHES))
-    computes = sum(action.lane is Lane.COMPUTE for action in program.orders[executor.rank])
+    computes = sum(action.lane is Lane.COMPUTE for action in program.orders[executor.connected.rank])
     stages = real_stages(program.num_stages)
 
     def begin(*_: Any) -> None:
@@ -110,7 +111,7 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
         for run in (ours, raw):  # warm-up: the channels predict message layouts from the second round on
             run()
         say(rank, f"one way, {nbytes} bytes", *paired(raw, ours, rounds))
-    executor = ProcessExecutor(group, RankGrid.single(group))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group)))
     steps = [empty_steps(executor, name) for name in ("1f1b", "interleaved-1f1b")]
     for step in steps:
         step()

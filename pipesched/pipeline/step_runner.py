@@ -92,7 +92,7 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
         #: A function that returns the loss weights of all replicas; None if there is only one replica.
-        self._across = None if running.host.sums is None else self._weights_across
+        self._gather_weights = None if running.host.sums is None else self._weights_of_replicas
         #: The named scalars of the last step or evaluation. ``metrics.last`` returns them as a dict.
         self.metrics = StepMetrics()
 
@@ -108,7 +108,7 @@ class StepRunner:
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows) // running.host.grid.replicas_per_batch).groups
-            weighting = running.splitter.weighting(batch, groups, self._across)
+            weighting = running.splitter.weighting(batch, groups, self._gather_weights)
             return StepCall("step", batch if metrics is None else self._measurable(batch), weighting, **wanted)
 
         call = self._called("step", given, make)
@@ -159,7 +159,7 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("check", given)
-            weighting = running.splitter.weighting(batch, across=self._across)
+            weighting = running.splitter.weighting(batch, gather_over_replicas=self._gather_weights)
             return StepCall("check", batch, weighting)
 
         call = self._called("check", given, make)
@@ -207,7 +207,7 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            weighting = running.splitter.weighting(batch, across=self._across)
+            weighting = running.splitter.weighting(batch, gather_over_replicas=self._gather_weights)
             return StepCall("evaluate", batch if metrics is None else self._measurable(batch), weighting, **wanted)
 
         running = self._running
@@ -232,8 +232,8 @@ class StepRunner:
                     "call forward() under no_grad, or make the pipeline with devices= instead of mesh="
                 )
             batch = running.splitter.batch(args, kwargs, num_replicas=host.grid.replicas_per_batch)
-            if self._across is not None:
-                self._across([1] * len(batch.rows))
+            if self._gather_weights is not None:
+                self._gather_weights([1] * len(batch.rows))
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
@@ -343,7 +343,7 @@ class StepRunner:
         labels = [labels_in(self._model, *inputs) for inputs in batch.inputs]
         return batch if labels[0] is None else replace(batch, targets=labels)
 
-    def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
+    def _weights_of_replicas(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return, for each replica, the loss weights of its micro-batches; one list if all replicas share one batch."""
         host = self._running.host
         if host.grid.replicas_per_batch > 1:

@@ -458,7 +458,7 @@ class Splitter:
         self,
         batch: Batch,
         groups: Sequence[Sequence[int]] = (),
-        across: Callable[[Any], list[Any]] | None = None,
+        gather_over_replicas: Callable[[Any], list[Any]] | None = None,
     ) -> "Weighting":
         """Return the weights of a batch's losses. Raises InputError unless their sum is finite and above 0.
 
@@ -466,16 +466,16 @@ class Splitter:
             batch: the batch.
             groups: for each update, the micro-batches whose gradients the update applies. The factors in a group add up
                 to 1. Default: one group of all micro-batches.
-            across: a function that takes this replica's weights and returns the weights of every replica. The factors
-                of all replicas together add up to 1. Default: there is one replica.
+            gather_over_replicas: takes this replica's weights and returns the weights of every replica. The factors of
+                all replicas together add up to 1. Default: there is one replica.
 
         """
         if self.loss_reduction == "sum":
-            if across is not None:
-                across([1] * len(batch.rows))
+            if gather_over_replicas is not None:
+                gather_over_replicas([1] * len(batch.rows))
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows), self.reduction_order)
         weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
-        every = [weights] if across is None else across(weights)
+        every = [weights] if gather_over_replicas is None else gather_over_replicas(weights)
         total = sum([weight for own in every for weight in own])
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.errors import InputError
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.executor import Executor
 from pipesched.runtime.executors.processes import ProcessExecutor
@@ -104,23 +105,17 @@ def host_of_group(
     reduction_order: ReductionOrder = "sequential",
 ) -> RankHost:
     """Create a host that runs the ranks of a process group, arranged as ``grid`` and ``sums`` state. Collective."""
-    executor = ProcessExecutor(group, grid, intra_op_threads=intra_op_threads)
-    return RankHost(
-        grid=grid,
-        collectives=ProcessCollectives(executor, reduction_order),
-        executor=executor,
-        sums=_sums(executor, sums, reduction_order) if len(grid.rows) > 1 else None,
-    )
-
-
-def _sums(executor: ProcessExecutor, ranks: SumRanks, order: ReductionOrder) -> ReplicaSums:
-    """Return what sums gradients across the replicas of an executor's ranks. Collective."""
-    grid = executor.grid
-    rows = str([[grid.global_ranks[rank] for rank in row] for row in grid.rows])
-    executor.agree_on({"the ranks of the replicas": rows}, "pass the same mesh= and axes= on every rank")
-    whole = ReplicaGroup(ranks.whole, executor.timeout_s, order)
-    shards = whole if grid.num_shards == 1 else ReplicaGroup(ranks.shards, executor.timeout_s, order)
-    return ReplicaSums(whole, shards, CollectiveLane(executor.device, executor.now), executor.check_peers)
+    connected = ConnectedRank(group, grid)
+    executor = ProcessExecutor(connected, intra_op_threads)
+    host = RankHost(grid=grid, collectives=ProcessCollectives(connected, reduction_order), executor=executor)
+    if len(grid.rows) == 1:
+        return host
+    facts = {"the ranks of the replicas": str([[grid.global_ranks[rank] for rank in row] for row in grid.rows])}
+    host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
+    whole = ReplicaGroup(sums.whole, connected.timeout_s, reduction_order)
+    shards = whole if grid.num_shards == 1 else ReplicaGroup(sums.shards, connected.timeout_s, reduction_order)
+    lane = CollectiveLane(connected.device, executor.now)
+    return replace(host, sums=ReplicaSums(whole, shards, lane, connected.check_peers))
 
 
 def host_for(

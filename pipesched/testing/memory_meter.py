@@ -86,7 +86,7 @@ class MemoryMeter:
             self._put_back.append(put_back)
         else:
             streams = executor._streams
-            books = self._books[host.grid.position] = books_of(executor.device)
+            books = self._books[host.grid.position] = books_of(host.grid.devices[host.grid.position])
             executor._streams = _Metered(streams, books, copies=False)
             self._put_back.append(lambda: setattr(executor, "_streams", streams))
             assembly = self._pipe._running.assembly

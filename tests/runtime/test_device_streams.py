@@ -10,9 +10,10 @@ from torch import distributed
 from torch.nn import functional
 
 from pipesched import Pipeline
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors import threads as local
 from pipesched.runtime.executors.device_streams import CudaStreams, streams_for
-from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport import device_channels as device_wire
 from pipesched.runtime.transport.connections import DeviceTransport, HostTransport, transport_for
@@ -230,10 +231,10 @@ def test_the_loss_of_a_mesh_leaves_by_courier(cuda, tmp_path):
         rank, size, get_group_store = staticmethod(lambda: 0), staticmethod(lambda: 1), staticmethod(lambda: store)
 
     grid = RankGrid.single(Group, device=torch.device("cuda", 0), timeout_s=5)
-    executor = ProcessExecutor(Group, grid, transport=HostTransport())
-    assert float(executor.share(0, (torch.tensor(2.5),))()[0]) == 2.5
-    (thread,) = executor._courier._threads
-    executor.close()
+    rank = ConnectedRank(Group, grid, transport=HostTransport())
+    assert float(ProcessCollectives(rank).loss(0, lambda: torch.tensor(2.5))) == 2.5
+    (thread,) = rank._courier._threads
+    rank.close()
     thread.join(5)
     assert not thread.is_alive()
 

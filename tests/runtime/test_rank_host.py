@@ -7,7 +7,8 @@ import torch
 
 from pipesched.errors import DeviceCountError, ExecutionError
 from pipesched.runtime.collectives import LocalCollectives
-from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.connected_rank import ConnectedRank
+from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.rank_host import host_of_threads
 from pipesched.runtime.transport.connections import HostTransport
@@ -86,7 +87,7 @@ def test_in_one_process_collectives_answer_at_once():
         ranks.fail("a call", KeyError("lost"))
 
 
-def test_an_executor_sends_over_the_transport_that_it_is_given(tmp_path):
+def test_a_rank_sends_over_the_transport_that_it_is_given(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
 
     class Group:
@@ -100,9 +101,9 @@ def test_an_executor_sends_over_the_transport_that_it_is_given(tmp_path):
             return super().connect(*place)
 
     transport = Counting()
-    executor = ProcessExecutor(Group, RankGrid.single(Group, timeout_s=5), transport=transport)
-    executor.close()
-    again = executor.reconnected()
-    assert again.exchange("own") == ["own"]
+    rank = ConnectedRank(Group, RankGrid.single(Group, timeout_s=5), transport=transport)
+    rank.close()
+    again = rank.reconnected()
+    assert ProcessCollectives(again).gathered("own") == ["own"]
     assert transport.count == 2
     again.close()

@@ -13,6 +13,7 @@ from pipesched import Program
 from pipesched.capture.stage_body import Chain, Head
 from pipesched.program.lowering import lower
 from pipesched.program.validation import validate
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
@@ -186,7 +187,7 @@ def state_of(stages: list[dict[str, nn.Module]]) -> Result:
 def by_executor(executor: Any, program: Program, seed: int) -> Result:
     """Run the program, and return the results of the ranks in this process."""
     over_mesh = isinstance(executor, ProcessExecutor)
-    own = program.chunks(executor.rank) if over_mesh else range(program.num_stages)
+    own = program.chunks(executor.connected.rank) if over_mesh else range(program.num_stages)
     layers = layers_of(program, seed)
     graph = program.graph
     stages = {
@@ -218,7 +219,7 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
 def over_mesh(group: Any, seeds: list[int]) -> list[Result]:
     """Run each program over a mesh, and return this rank's results. A job of test_stage_graphs."""
     backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     results = [by_executor(executor, program_of(seed), seed) for seed in seeds]
     executor.close()
     return results

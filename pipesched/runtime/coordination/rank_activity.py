@@ -25,6 +25,7 @@ __all__ = [
     "Activity",
     "Doing",
     "State",
+    "Stopped",
     "blamed",
     "different_methods",
     "doing_at",
@@ -32,6 +33,11 @@ __all__ = [
     "said",
     "user_line",
 ]
+
+
+class Stopped(Exception):  # noqa: N818  not an error: ends a rank's loop
+    """Raised in a rank that must stop because another rank has failed."""
+
 
 #: The activity of a rank: it has raised an error ("raised"), runs the model's or the user's code ("works"), waits for
 #: another rank ("waits"), or is in a collective of torch.distributed ("collective").

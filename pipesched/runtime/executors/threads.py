@@ -26,22 +26,19 @@ from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children
 from pipesched.runtime.coordination.interpreter_exit import EXIT
+from pipesched.runtime.coordination.rank_activity import Stopped
 from pipesched.runtime.executors.device_streams import DeviceStreams, Message, streams_for
 from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller, check_modes
 from pipesched.tensors.payload import Payload
 
-__all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
+__all__ = ["RunSegment", "RunSpec", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
 _REMEMBERED = 64  # the maximum number of bound programs to keep
 _PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is deleted or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
-
-
-class Stopped(Exception):  # noqa: N818  not an error: ends a rank's loop
-    """Raised in a rank that must stop because another rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -333,12 +330,7 @@ class ThreadExecutor:
     ) -> Timeline:
         """Run a lowered program until all ranks have finished. An interrupt is raised only once all ranks have stopped.
 
-        Args:
-            run_spec: the program, its stages and its hooks.
-            grad: whether grad mode is enabled.
-            caller: the settings for layers that run in the program. Default: the settings of this thread.
-            looks: not used, because no message has a layout.
-            values: not used, because all ranks get one batch.
+        ``looks`` and ``values`` are not used, because nothing is sent to another process.
 
         Raises:
             ExecutionError: if a run is in progress, or after ``close``. An exception of a stage is raised unchanged,

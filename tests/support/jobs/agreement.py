@@ -64,10 +64,10 @@ def builds(group: Any, change: str) -> str:
 def counts(group: Any) -> list[int]:
     """Return the total number of ``agree_on`` calls after each of three steps."""
     with made(group, model()) as pipe:
-        executor = pipe._running.host.executor  # type: ignore[union-attr]
-        compared = executor.agree_on
+        ranks: Any = pipe._running.host.collectives  # type: ignore[union-attr]
+        compared = ranks.agree_on
         calls: list[Any] = []
-        executor.agree_on = lambda *given: (calls.append(given), compared(*given))[1]
+        ranks.agree_on = lambda *given: (calls.append(given), compared(*given))[1]
         found = []
         for _ in range(3):
             pipe.step(X, target=Y)

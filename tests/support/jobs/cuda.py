@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from pipesched import Pipeline, schedules
 from pipesched.program.lowering import lower
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.tensors.payload import Payload
@@ -34,7 +35,7 @@ def round_trips(group: Any, kind: str, seed: int) -> int:
     outputs = [Payload.of(value(rng)).map_tensors(lambda one: one.to(device)) for _ in range(10)]
     grads = [tuple(rng.choice([None, tensor(rng).detach().to(device)]) for _ in range(3)) for _ in range(10)]
     program = lower(schedules.get("gpipe").program(2, 10))
-    executor = ProcessExecutor(group, RankGrid.single(group, device=device, timeout_s=30))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, device=device, timeout_s=30)))
     seen = 0
     for order in (1, 1, -1, 1):
         stages = {index: Carries(index, outputs[::order], grads[::order]) for index in range(2)}

@@ -19,7 +19,8 @@ from torch import Tensor, distributed
 
 from pipesched import Costs, schedules
 from pipesched.program.lowering import lower
-from pipesched.runtime.executors import processes
+from pipesched.runtime import connected_rank
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import channels_of
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.rank_grid import RankGrid
@@ -123,7 +124,7 @@ class StandIns:
 def over_links(group: Any, job: Any, *args: Any) -> Any:
     """Run a job of another file with StandIns. Check that the job has posted operations on them."""
     before = made["posted"]
-    with mock.patch.object(processes, "transport_for", partial(DeviceTransport, maker=StandIns)):
+    with mock.patch.object(connected_rank, "transport_for", partial(DeviceTransport, maker=StandIns)):
         result = job(group, *args)
     assert group.size() == 1 or made["posted"] > before
     return result
@@ -131,7 +132,7 @@ def over_links(group: Any, job: Any, *args: Any) -> Any:
 
 def memory_of_messages(group: Any, num_microbatches: int) -> int:
     """Count, for each layout, the messages whose memory this rank holds. Return the largest count."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     program = lower(schedules.get("1f1b").program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(100, 256))] * num_microbatches
     for _ in range(3):
@@ -139,7 +140,7 @@ def memory_of_messages(group: Any, num_microbatches: int) -> int:
         executor.run(run_spec(program, stages), grad=False)
     made = max(
         sum(sent.spare is form.spare for sent in channel._sent) + len(form.spare)
-        for one in executor._wire._neighbours.values()
+        for one in executor.connected.wire()._neighbours.values()
         for channel in one.outgoing
         for form in channel.book.foreseen
     )
@@ -159,7 +160,7 @@ class Fails(Checks):
 
 def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
     """Run a step in which rank 1 fails. Return the seconds, this rank's error, and the names of threads still alive."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     program = lower(schedules.get("gpipe").program(group.size(), 8))
     checked_run(executor, program)
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -178,11 +179,11 @@ def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
 
 def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]]]:
     """Run several programs on one executor. Return the links that this rank has after each program."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     links = []
     for name in names:
         checked_run(executor, lower(schedules.get(name).program(group.size(), 4)))
-        links.append(sorted(tuple(map(int, channel)) for channel in executor._links._links))
+        links.append(sorted(tuple(map(int, channel)) for channel in executor.connected.links._links))
     executor.close()
     return links
 

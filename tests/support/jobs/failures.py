@@ -10,6 +10,7 @@ import torch
 from pipesched import Action, Costs, Kind, schedules
 from pipesched.errors import ExecutionError
 from pipesched.program.lowering import lower
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.rank_grid import RankGrid
@@ -51,7 +52,7 @@ def fail(
 
     Returns the seconds of the failing step, its error's type, text and notes, and the error of the last step.
     """
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=timeout_s))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=timeout_s)))
     program = lower(schedules.get("1f1b").program(group.size(), 8))
     costs = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
 
@@ -79,7 +80,7 @@ def fail(
 
 def good_step(group: Any) -> None:
     """Run one step, and close the pipeline."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     checked_run(executor, lower(schedules.get("1f1b").program(group.size(), 8)))
     executor.close()
 
@@ -89,7 +90,7 @@ def different_programs(group: Any, odd: int) -> tuple[str, int]:
 
     Returns the error of the first step, and the number of micro-batches that this rank had started.
     """
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     name = "gpipe" if group.rank() == odd else "1f1b"
     program = lower(schedules.get(name).program(group.size(), 6))
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -107,7 +108,7 @@ def different_programs(group: Any, odd: int) -> tuple[str, int]:
 
 def different_batches(group: Any) -> str:
     """Return the error of a step in which each rank has a batch of a different form, so that message sizes differ."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     program = lower(schedules.get("1f1b").program(group.size(), 4))
     checked_run(executor, program)
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pipesched
 from pipesched import Distributed, Pipeline
-from pipesched.runtime.executors import processes as executor
+from pipesched.runtime import connected_rank
 from pipesched.saving import manifest
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
@@ -180,8 +180,8 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     time.sleep(0.2)  # torch's own requests to the store at the start are not tested
     fuse.at("before construction")
     name("while capturing")
-    connect = executor.clock_offset
-    executor.clock_offset = lambda *args: (fuse.at("while connecting"), connect(*args))[1]  # type: ignore[assignment,attr-defined]
+    connect = connected_rank.clock_offset
+    connected_rank.clock_offset = lambda *args: (fuse.at("while connecting"), connect(*args))[1]  # type: ignore[assignment,attr-defined]
     if case.phase == "while measuring":
         for layer in layers:
             layer.pause_s = 0.01 if mesh["pp"].get_local_rank() == 0 else 0.0

@@ -79,9 +79,9 @@ def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
     host = host_of_group(group, RankGrid.single(group, timeout_s=20), SumRanks([], []))
     executor: Any = host.executor
     delay_s = {receiver: seconds for (sender, receiver), seconds in slow.items() if sender == group.rank()}
-    ports = executor._wire._ports
+    ports = executor.connected.wire()._ports
     delayed = [Delayed(port, delay_s) for port in (ports.short, ports.long)]
-    executor._wire._ports = Ports(*delayed)
+    executor.connected.wire()._ports = Ports(*delayed)
     links = measure_links(host)
     for port in delayed:
         port.close()

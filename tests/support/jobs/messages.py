@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipesched import schedules
 from pipesched.program.lowering import lower
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.tensors.payload import Payload, PerConsumer
@@ -110,7 +111,7 @@ def round_trips(group: Any, seeds: list[int]) -> int:
     outputs = [Payload.of(value(rng)) for rng in rngs]
     grads = [tuple(rng.choice([None, tensor(rng).detach()]) for _ in range(rng.randrange(4))) for rng in rngs]
     program = lower(schedules.get("gpipe").program(2, len(seeds)))
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     seen = 0
     for order in (1, 1, -1, -1, 1):
         stages = {index: Carries(index, outputs[::order], grads[::order]) for index in range(2)}
@@ -125,7 +126,7 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     for _ in range(3):
         stages = {index: Carries(index, outputs, grads) for index in range(2)}
         executor.run(run_spec(program, stages), grad=False, looks=kilobytes)
@@ -159,7 +160,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     for _ in range(3):
         stages = {index: Changing(index, outputs, grads) for index in range(2)}
         executor.run(run_spec(program, stages), grad=False, looks=kilobytes)
@@ -169,7 +170,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
 
 def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
     """Count, for each layout, the messages whose memory this rank holds. Return the largest count."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     for _ in range(3):
         checked_run(executor, program)
@@ -180,7 +181,7 @@ def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
 
 def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int:
     """Return the same number as `memory_of_messages`, for messages so long that gloo sends them."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(1100, 256))] * num_microbatches
     for _ in range(3):
@@ -192,7 +193,7 @@ def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int
 
 
 def most_made(executor: ProcessExecutor) -> int:
-    channels = [channel for one in executor._wire._neighbours.values() for channel in one.outgoing]
+    channels = [channel for one in executor.connected.wire()._neighbours.values() for channel in one.outgoing]
     return max(
         sum(sent.spare is form.spare for sent in channel._sent) + len(form.spare)
         for channel in channels

@@ -35,7 +35,7 @@ def train_pipelines(group: Any, names: list[str], checkpoint: str) -> None:
                 compare_step(pipe, expected, X[:rows], target=Y[:rows], seed=5, step=step)
             mine = dict(pipe.named_parameters())
             due = dict(expected.named_parameters())
-            shares = pipe._running.host.executor.exchange(sorted(mine))
+            shares = pipe._running.host.collectives.gathered(sorted(mine))
             assert sorted(key for share in shares for key in share) == sorted(due)
             trace = pipe.gather_trace()
             program = schedules.get(name).program(group.size(), 4)

@@ -7,8 +7,10 @@ import torch
 
 from pipesched import Costs, Kind, Program, schedules
 from pipesched.program.lowering import lower
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.tensors.payload import Payload, PerConsumer
 from pipesched.testing.fake_executor import FakeStage
@@ -54,16 +56,16 @@ def checked_run(executor: ProcessExecutor, program: Program) -> Any:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     stages = {index: Checks(index, free) for index in range(program.num_stages)}
     timeline = executor.run(run_spec(program, stages), grad=False, looks=[0] * program.num_microbatches)
-    order = program.orders[executor.rank]
+    order = program.orders[executor.connected.rank]
     assert [span.action for span in timeline.spans()] == list(order)
-    for index in program.chunks(executor.rank):
+    for index in program.chunks(executor.connected.rank):
         assert not list(stages[index].missing(program))
     return timeline
 
 
 def run_programs(group: Any, texts: list[str]) -> int:
     """Run each program. Return the number of values that this rank has received."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     spans = [span for text in texts for span in checked_run(executor, lower(Program.parse(text))).spans()]
     executor.close()
     return sum(span.action.kind in (Kind.RECV_F, Kind.RECV_B) for span in spans)
@@ -71,19 +73,19 @@ def run_programs(group: Any, texts: list[str]) -> int:
 
 def one_clock(group: Any, name: str) -> list[Any]:
     """Return the spans of all ranks, as rank 0 collects them."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     program = lower(schedules.get(name).program(group.size(), 4))
     costs = Costs.uniform(program.num_stages, forward_s=0.002, input_grad_s=0.002, weight_grad_s=0.002)
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
     timeline = executor.run(run_spec(program, stages), grad=False)
-    spans = executor.gather(timeline)
+    spans = ProcessCollectives(executor.connected).gather_spans([timeline])
     executor.close()
     return spans if group.rank() == 0 else []
 
 
 def several_at_once(group: Any) -> int:
     """Use several open executors of one group in turn. Return the number of threads that outlive the executors."""
-    executors = [ProcessExecutor(group, RankGrid.single(group, timeout_s=10)) for _ in range(3)]
+    executors = [ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10))) for _ in range(3)]
     program = lower(schedules.get("interleaved-1f1b").program(group.size(), 4))
     for _ in range(2):
         for executor in executors:
@@ -91,7 +93,9 @@ def several_at_once(group: Any) -> int:
     executors[0].close()
     executors[0].close()
     checked_run(executors[1], program)
-    executors[1].exchange(None)  # waits until all ranks are done, so that no rank deletes an executor that others need
+    ProcessCollectives(executors[1].connected).gathered(
+        None
+    )  # waits until all ranks are done, so that no rank deletes an executor that others need
     sleepers = [thread for thread in threading.enumerate() if "alarm" in thread.name]
     del executor, executors
     for sleeper in sleepers:
@@ -116,7 +120,7 @@ def settings(group: Any) -> dict[str, Any]:
         def _check(self, *_: Any) -> None:
             pass
 
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10), intra_op_threads=2)
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)), intra_op_threads=2)
     program = lower(schedules.get("gpipe").program(group.size(), 3).forward())
     free = Costs.uniform(program.num_stages, forward_s=0)
     for inference in (True, False, True):
@@ -127,9 +131,10 @@ def settings(group: Any) -> dict[str, Any]:
 
 
 def exchange(group: Any) -> tuple[list[Any], Any]:
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
-    values = executor.exchange({"rank": group.rank(), "big": torch.full((group.rank() * 1000,), 1.0)})
-    read = [executor.share(1, torch.tensor(float(number)) if group.rank() == 1 else None) for number in range(3)]
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
+    ranks = ProcessCollectives(executor.connected)
+    values = ranks.gathered({"rank": group.rank(), "big": torch.full((group.rank() * 1000,), 1.0)})
+    read = [ranks._share(1, torch.tensor(float(number)) if group.rank() == 1 else None) for number in range(3)]
     shared = [float(one()) for one in reversed(read)]
     executor.close()
     return [(one["rank"], float(one["big"].sum())) for one in values], shared

@@ -15,7 +15,7 @@ from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.profiling import layered_costs
 from pipesched.progress import advance
-from pipesched.runtime.executors import processes as distributed_executor
+from pipesched.runtime import process_collectives
 from pipesched.testing import reference_step
 from tests.support.models import mixed_model
 
@@ -118,7 +118,7 @@ def measures_for_long(group: Any, how: str) -> str:
         while how == "spins" and time.monotonic() - begin_s < 6:
             pass
         if how == "stops":
-            distributed_executor.ProcessExecutor.deal = lambda *_, **__: None  # send nothing, like a stopped process
+            process_collectives.ProcessCollectives._deal = lambda *_, **__: None  # send nothing, like a stopped process
         for _ in range(40):
             time.sleep(0.1)
             advance()
@@ -128,7 +128,7 @@ def measures_for_long(group: Any, how: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layered_costs, "measure_layers", measured)
-        patch.setattr(distributed_executor.ProcessExecutor, "deal", distributed_executor.ProcessExecutor.deal)
+        patch.setattr(process_collectives.ProcessCollectives, "_deal", process_collectives.ProcessCollectives._deal)
         return said(
             lambda: trained(made(group, model, boundaries=None, schedule="1f1b", distributed=Distributed(timeout=3)))
         )

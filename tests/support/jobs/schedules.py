@@ -71,7 +71,7 @@ def shared_weights(group: Any, name: str, checkpoint: str) -> None:
             losses = [pipe.evaluate(X, target=Y) for pipe in pipes]
             assert torch.equal(*losses), step
         assert_same_outputs(expected.eval(), actual.eval(), group)
-        shares = actual._running.host.executor.exchange(sorted(name for name, _ in actual.named_parameters()))
+        shares = actual._running.host.collectives.gathered(sorted(name for name, _ in actual.named_parameters()))
         assert sorted(name for share in shares for name in share) == sorted(dict(expected.named_parameters()))
         for pipe in pipes:
             pipe.double()
@@ -277,7 +277,11 @@ def long_stream(group: Any, name: str) -> tuple[int, list[int]]:
     ):
         for _ in range(16):
             pipe.step(X[:7], target=Y[:7])
-            ends = [end for near in pipe._running.host.executor._wire._neighbours.values() for end in near.outgoing]
+            ends = [
+                end
+                for near in pipe._running.host.executor.connected.wire()._neighbours.values()
+                for end in near.outgoing
+            ]
             kept.append(sum(len(end._sent) + len(end._aside) for end in ends))
             announced.append(count[0])
     return max(kept), announced

@@ -54,7 +54,7 @@ class Waits:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.count = 0
-        port = pipe._running.host.executor._wire._ports.short
+        port = pipe._running.host.executor.connected.wire()._ports.short
         reader = port.reader
 
         def counted(peer: int, tag: int) -> Any:
@@ -103,7 +103,7 @@ def losses_looked_at_late(group: Any) -> None:
 def a_loss_lives_without_its_pipeline(group: Any) -> None:
     pipe = pipeline(group)
     loss = pipe.step(X, target=Y)
-    pipe._running.host.executor.exchange(None)  # waits until all ranks are done with the pipeline
+    pipe._running.host.collectives.gathered(None)  # waits until all ranks are done with the pipeline
     del pipe
     assert torch.equal(loss, expected_losses(1)[0])
 
@@ -118,7 +118,7 @@ def losses_of_one_that_fails(group: Any) -> tuple[list[Any], list[Any]]:
         with suppress(ExecutionError, ZeroDivisionError), pipeline(group) as pipe:
             losses = [pipe.step(X, target=Y)]
             if last and not sent:
-                pipe._running.host.executor.share = fails
+                pipe._running.host.collectives._share = fails
             losses.append(pipe.step(X, target=Y))
             if sent:
                 pipe.model[-1].register_forward_hook(fails)

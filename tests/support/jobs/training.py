@@ -10,10 +10,12 @@ from torch.nn import functional
 from pipesched import Program, schedules
 from pipesched.capture.stage_body import Head
 from pipesched.program.lowering import add_recompute, halves, lower
+from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
@@ -27,6 +29,7 @@ class Trainer:
 
     def __init__(self, group: Any, model: nn.Sequential, program: Program, executor: ProcessExecutor) -> None:
         self.group, self.program, self.executor, self.model = group, program, executor, model
+        self.ranks = ProcessCollectives(executor.connected)
         layers = dict(model.named_children())
         names = list(layers)
         cuts = [len(names) * stage // program.num_stages for stage in range(program.num_stages + 1)]
@@ -63,12 +66,12 @@ class Trainer:
             for microbatch in range(len(batch.rows)):
                 loss = step_data.losses[microbatch]
                 total = loss if total is None else total + loss
-        return self.executor.share(self.last_rank, total)()
+        return self.ranks._share(self.last_rank, total)()
 
 
 def train(group: Any, names: list[str], checkpoint: str) -> None:
     """Check that two steps of each schedule are bit-identical to a plain loop. The second batch has another size."""
-    executor = ProcessExecutor(group, RankGrid.single(group, timeout_s=10))
+    executor = ProcessExecutor(ConnectedRank(group, RankGrid.single(group, timeout_s=10)))
     backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
     for name in names:
         expected, actual = mixed_model(), mixed_model()

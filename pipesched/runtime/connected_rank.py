@@ -1,0 +1,330 @@
+"""Connected rank: this process's rank of a pipeline, connected to the ranks of the other processes.
+
+The executor and the collectives of a rank share its connections. Calls are made one at a time, and an error in a call
+stops all ranks.
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakMethod, finalize
+
+from pipesched.errors import ExecutionError
+from pipesched.program.actions import Action, Kind, Lane
+from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
+from pipesched.runtime.coordination.interpreter_exit import EXIT
+from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, Stopped, doing_at, said
+from pipesched.runtime.rank_grid import RankGrid
+from pipesched.runtime.transport.channels import Channels
+from pipesched.runtime.transport.clock_sync import clock_offset
+from pipesched.runtime.transport.connections import MessageTransport, met, transport_for
+from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.host_copies import Courier
+from pipesched.runtime.transport.ports import ConnectionLostError
+from pipesched.runtime.transport.rank_exchange import Exchange
+from pipesched.runtime.transport.shared_value import Shared
+from pipesched.simulation.trace import Span
+
+__all__ = ["ConnectedRank", "DifferentError", "account"]
+
+_LOG = logging.getLogger(__name__)
+
+_IDENTITY = ("program", "batch", "number of earlier steps", "values")  # compared between ranks at the start of a run
+
+
+class DifferentError(ExecutionError):
+    """The ranks have different values. All ranks raise this error, so the pipeline remains usable."""
+
+
+class ConnectedRank:
+    """One rank of a pipeline in a separate process, connected to the other ranks. The constructor is collective.
+
+    After a failure, the connections are closed in all ranks.
+
+    Args:
+        group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
+            over connections that the transport creates.
+        grid: the arrangement of the group's ranks into replicas of the pipeline. ``grid.timeout_s`` must exceed the
+            step time of the slowest rank.
+        transport: creates the connections. Default: the transport for messages of this rank's device.
+        encoding: encodes values other than tensors. Default: a new Encoding.
+
+    Raises:
+        ExecutionError: if a rank does not join within ``grid.timeout_s``.
+
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        grid: RankGrid,
+        *,
+        transport: MessageTransport | None = None,
+        encoding: Encoding | None = None,
+    ) -> None:
+        assert grid.timeout_s is not None
+        self.grid = grid
+        self.rank = grid.rank
+        self.num_ranks = grid.num_processes
+        self.device = grid.all_devices[grid.position]
+        self.timeout_s = grid.timeout_s
+        #: Objects that hold channels of this rank. They are dropped with the connections.
+        self.bound: dict[int, Any] = {}
+        #: Encodes values other than tensors; decodes only types that were registered.
+        self.encoding = encoding or Encoding((Action, Kind, Lane, Span))
+        self._group = group
+        self._transport = transport or transport_for(self.device)
+        self._busy = threading.Lock()
+        self._shared: Shared | None = None
+        self._fault: str | None = None
+        self._wire: Channels | None = None
+        self._forked = Forked()
+        self._courier = Courier(self.device)
+        self.alarm, store = met(group, grid.names, self.timeout_s)
+        self.activity = self.alarm.activity
+        with self.stopping_all("the construction of a pipeline"):
+            connections = self._transport.connect(store, self.rank, self.num_ranks, self.timeout_s)
+            self._end_connections = finalize(self, connections.close)
+            self.alarm.on_fault(connections.hang_up)
+            self.links = connections.links
+            self._wire = connections.channels(_IDENTITY, self.encoding)
+        with self.alone("the construction of a pipeline"):
+            #: The seconds to add to this process's clock to get the time on rank 0's clock.
+            self.clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
+        end_in_children(self)
+        if len(self.grid.rows) > 1:
+            receive = WeakMethod(self._finish_broadcast_at_exit)
+            at_exit = partial(_call, receive)
+            atexit.register(at_exit)
+            finalize(self, atexit.unregister, at_exit).atexit = False
+        _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
+
+    def reconnected(self) -> "ConnectedRank":
+        """Connect the same rank once more, for example after ``close``. Collective."""
+        return ConnectedRank(self._group, self.grid, transport=self._transport, encoding=self.encoding)
+
+    def end_in_child(self) -> None:
+        """Disable the rank in a forked child process, without closing the connections of the parent process."""
+        self._forked.here = True
+        for end in (self._end_connections, self._courier.end):
+            forget(end)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connections are closed."""
+        return self._wire is None or self._forked.here
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run or another call is in progress."""
+        return self._busy.locked()
+
+    def check_open(self, call: str) -> None:
+        """Raise ExecutionError after ``close``. ``call`` describes the call in the error message."""
+        self._forked.check()
+        if self._wire is None:
+            why = self._fault or f"it was closed before {call}"
+            raise ExecutionError(f"a closed pipeline cannot run; {why}; make a new pipeline")
+
+    def wire(self) -> Channels:
+        """Return the channels to the other ranks. Raises ExecutionError after ``close``."""
+        self.check_open("this step")
+        assert self._wire is not None
+        return self._wire
+
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError if a step is running. ``method`` is the method's name in the message."""
+        self._forked.check()
+        if self._busy.locked():
+            raise ExecutionError(
+                f"{method}() was called from inside a running step (by a layer or a hook); "
+                f"call it after the step has returned"
+            )
+
+    def check_peers(self) -> None:
+        """Raise Stopped if another rank has failed."""
+        if self.alarm.bell.rung:
+            raise Stopped
+
+    # ---- exchanges ------------------------------------------------------------------------------------------------
+
+    def in_replica(self) -> Exchange:
+        """Return what exchanges values between the ranks of this replica, in pipeline order."""
+        return Exchange(self.wire(), self.rank, self.grid.pipeline, self.device)
+
+    def in_all(self) -> Exchange:
+        """Return what exchanges values between the ranks of all replicas, in the order of the group."""
+        return Exchange(self.wire(), self.rank, range(self.num_ranks), self.device)
+
+    def with_peers(self) -> Exchange:
+        """Return what exchanges values between the ranks at this position in all replicas, in replica order."""
+        return Exchange(self.wire(), self.rank, self.grid.peers, self.device)
+
+    def compare(self, name: str, own: bytes) -> None:
+        """Raise ExecutionError in every rank if the digest ``own`` differs. The error contains ``name``."""
+        digests = self.in_all().all_values(own)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise DifferentError(
+                f"all ranks must have the same {name}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} a different {name} than rank 0; pass the "
+                f"same arguments on every rank"
+            )
+
+    def broadcast(self, value: Any, send: Callable[[Any], None]) -> None:
+        """Call ``send`` with the value of a broadcast, without waiting for the device that computes it."""
+        self._courier.give(value, send)
+
+    def finish_broadcast(self) -> None:
+        """Wait for the broadcast of another rank that is in transit, if there is one."""
+        if self._shared is not None:
+            self._shared()
+            self._shared = None
+
+    def receive_later(self, take: Callable[[], Any]) -> Callable[[], Any]:
+        """Let a broadcast of other ranks be in transit. Return a function that waits for it with ``take``.
+
+        The returned function raises ExecutionError if a rank failed before the value arrived.
+        """
+        shared = self._shared = Shared(take)
+        return lambda: self._read(shared)
+
+    def _finish_broadcast_at_exit(self) -> None:
+        """Receive the broadcast in transit when a script exits without having closed the pipeline.
+
+        Another replica may not have sent the broadcast yet, and would fail to send it if this process exited first.
+        """
+        shared = self._shared
+        if shared is not None and not self.closed and not self.alarm.bell.rung:
+            with suppress(Exception):
+                shared()
+
+    def _read(self, shared: Shared) -> Any:
+        if not shared.arrived:
+            self._forked.check()
+        if self.closed and not shared.arrived:
+            raise ExecutionError(
+                f"a loss must be received before the pipeline is closed; this loss was not received: "
+                f"{self._fault or 'the rank that computed it stopped without sending it'}; read the loss right after "
+                f"its step"
+            )
+        with self.stopping_all("receiving a broadcast"):
+            return shared()
+
+    # ---- failure and closing --------------------------------------------------------------------------------------
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raise ``error`` in this rank, and stop all ranks. ``what`` names the call in error messages."""
+        with self.alone(what):
+            raise error
+
+    @contextmanager
+    def alone(self, call: str, *, by_heartbeat: bool = False) -> Iterator[None]:
+        """A context for one call, named ``call`` in error messages. An error inside the context stops all ranks.
+
+        ``by_heartbeat`` states whether the heartbeat's thread makes the call while the rank's own thread works. Raises
+        ExecutionError if another call is running, and after ``close``.
+        """
+        if EXIT.begun:
+            EXIT.check()
+        self.wire()
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
+            )
+        self.activity.begin(call, by_heartbeat=by_heartbeat)
+        try:
+            with self.stopping_all(call):
+                yield
+        finally:
+            self.activity.end()
+            self._busy.release()
+
+    @contextmanager
+    def stopping_all(self, call: str) -> Iterator[None]:
+        """A context in which an exception stops all ranks.
+
+        An exception of this rank is raised unchanged; a failure of another rank is raised as an ExecutionError that
+        names the failed rank.
+        """
+        try:
+            yield
+        except DifferentError as error:
+            raise ExecutionError(*error.args) from None  # raised in every rank, so the pipeline remains usable
+        except BaseException as error:
+            doing, text = account(error)
+            place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
+            text += place or f", in {call}"
+            first = self.alarm.ring(text, doing, getattr(error, "ended", None))
+            self._fault = str(first)
+            _LOG.error("rank %d of %d stopped: %s", self.rank, self.num_ranks, first)
+            self._drop()
+            if doing == "raised" or (doing == COLLECTIVE and first.who == self.alarm.name):
+                raise
+            raise ExecutionError(
+                f"a failed rank stops all ranks; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
+                f"fix the cause and make a new pipeline"
+            ) from (None if doing == "waits" else error)
+
+    def leave(self, why: str) -> None:
+        """Stop all ranks, unless the connections are closed. ``why`` is the reason that the other ranks report."""
+        if not self.closed:
+            self._fault = str(self.alarm.ring(why, "raised"))
+            self._drop()
+
+    def abandon(self, what: str, error: BaseException) -> None:
+        """Stop all ranks because of an error in the call ``what``, unless the connections are closed.
+
+        Raises ``error``. If another rank's failure caused ``error``, raises an ExecutionError that names the failed
+        rank.
+        """
+        if not self.closed:
+            with self.stopping_all(what):
+                raise error
+
+    def _drop(self) -> None:
+        if self._forked.here:
+            return
+        wire = self._wire
+        self._wire = None
+        self._shared = None
+        self.bound.clear()
+        self.alarm.end()
+        if wire is not None:
+            self._end_connections()
+            self._courier.end()
+
+    def close(self) -> None:
+        """Wait until all sends are complete, then close the connections. Raises ExecutionError if a call is running."""
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError("close() was called from inside a running step; call it after the step has returned")
+        try:
+            with suppress(ConnectionLostError):
+                if self._wire is not None and not self._forked.here and not self.alarm.bell.rung:
+                    self.finish_broadcast()
+                    self._courier.drain()
+                    self._wire.drain()
+                    if self.links is not None:
+                        self.links.close()
+            self._drop()
+        finally:
+            self._busy.release()
+
+
+def account(error: BaseException) -> tuple[Doing, str]:
+    """Return the activity in which an error occurred, and a description of the error."""
+    if isinstance(error, Stopped | ConnectionLostError):
+        return "waits", str(error)
+    return doing_at(error), said(error)
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    """Call a method if the method's object still exists."""
+    own = method()
+    if own is not None:
+        own()
