@@ -132,7 +132,8 @@ class ConnectedRank:
 
     def wire(self) -> Channels:
         """Return the channels to the other ranks. Raises ExecutionError after ``close``."""
-        self.check_open("this step")
+        if self._wire is None or self._forked.here:
+            self.check_open("this step")
         assert self._wire is not None
         return self._wire
 

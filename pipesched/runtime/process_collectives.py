@@ -46,6 +46,8 @@ class ProcessCollectives:
         self._connected = connected
         self._grid = connected.grid
         self._reduction_order: ReductionOrder = reduction_order
+        #: Does not refer to the connections, so that a loss that uses this function does not keep them open.
+        self.sum_of_replicas = partial(_sum_of_replicas, reduction_order)
         self._crossings = 0
         self._scattering = Lock()  # the heartbeat thread and rank 0's main thread both send messages
         connected.encoding.know(*SENT_TYPES)
@@ -254,14 +256,6 @@ class ProcessCollectives:
         with self._connected.stopping_all(f"an exchange of {what}"):
             return self._connected.in_replica().trade(what, given, sources)
 
-    def sum_of_replicas(self, parts: Sequence[LossAndMetrics], device: torch.device) -> LossAndMetrics:
-        add = tree_sum if self._reduction_order == "tree" else partial(reduce, torch.add)
-        losses = [loss.to(device) for loss, _ in parts]
-        given = [metrics for _, metrics in parts if metrics is not None]
-        names = given[0] if len(given) == len(parts) else ()
-        metrics = {name: add([one[name].to(device) for one in given]) for name in names}
-        return add(losses), metrics if len(given) == len(parts) else None
-
     @contextmanager
     def connected(self, method: str) -> Iterator["ProcessCollectives"]:
         self._connected.check_outside(method)
@@ -345,6 +339,15 @@ def _other_call(rank: int, said: str) -> InputError:
         f"all ranks must call the same methods in the same order; on rank {rank}, {said}; run the same loop over "
         f"pipe.batches(...) on every rank, and leave it on every rank in the same step"
     )
+
+
+def _sum_of_replicas(order: ReductionOrder, parts: Sequence[LossAndMetrics], device: torch.device) -> LossAndMetrics:
+    add = tree_sum if order == "tree" else partial(reduce, torch.add)
+    losses = [loss.to(device) for loss, _ in parts]
+    given = [metrics for _, metrics in parts if metrics is not None]
+    names = given[0] if len(given) == len(parts) else ()
+    metrics = {name: add([one[name].to(device) for one in given]) for name in names}
+    return add(losses), metrics if len(given) == len(parts) else None
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:

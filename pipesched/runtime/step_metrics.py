@@ -84,15 +84,14 @@ class StepMetrics:
         collectives = host.collectives
         shared = collectives.shared((own, rows)) if adds else collectives.loss_with_metrics(run.rank, own)
         rank, here, weighting, measures = run.rank, host.grid.devices[run.rank], run.weighting, run.measures
+        sum_of_replicas = collectives.sum_of_replicas
         size = len(run.microbatches)
         found: list[_Result] = []
 
         def result() -> _Result:  # must not reference ``run``, because ``run`` would keep the batch alive
             if not found:
                 parts: Any = shared()
-                loss, metrics = (
-                    collectives.sum_of_replicas([ranks[rank][0] for ranks in parts], here) if adds else parts
-                )
+                loss, metrics = sum_of_replicas([ranks[rank][0] for ranks in parts], here) if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
                         f"if any rank passes metrics=, all ranks must pass it; another rank passed metrics=, but "
