@@ -9,6 +9,7 @@ from pipesched.partitioning.result import Partition, StageLayers, StageSummary
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan, Tie
 from pipesched.program.action_arrays import Columns, Orders
+from pipesched.program.completion import Completion
 from pipesched.program.dependencies import StageGraph
 from pipesched.program.program import Program
 from pipesched.runtime.collectives import RankCollectives
@@ -45,6 +46,7 @@ _DECIDED = (
     Link,
     Links,
     Replication,
+    Completion,
     Size,
     SizeFit,
 )
