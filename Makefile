@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-fast matrix smoke check gallery bench clean environment torch-version
+.PHONY: help demo test test-all test-fast matrix smoke check gallery bench release clean environment torch-version
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -86,8 +86,19 @@ bench: $(VENV)/bench ## Run all benchmarks.
 		echo "== $$file"; $(BIN)/python "$$file" $(ARGS); \
 	done
 
+release: $(VENV)/release ## Build sdist and wheel, check them, install the wheel in an empty environment, and train there.
+	rm -rf dist build/lib build/bdist.* runs/installed
+	$(BIN)/python -m build --quiet --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/check_archives.py dist
+	$(PYTHON) -m venv runs/installed
+	@runs/installed/bin/python -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
+		|| echo 'no index offers a CPU build of torch $(TORCH)'
+	runs/installed/bin/python -m pip install --quiet 'pipesched[safetensors] @ file://$(CURDIR)/'$$(echo dist/*.whl)
+	cd runs && PATH="$(CURDIR)/runs/installed/bin:$$PATH" installed/bin/python -I $(CURDIR)/.ci/try_installed.py
+
 clean: ## Remove the environment, build outputs and caches.
-	rm -rf .venv .venv-torch-* build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch-* build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/made:
@@ -113,7 +124,8 @@ torch-version: $(VENV)/develop
 $(VENV)/demo: EXTRAS := demo
 $(VENV)/develop: EXTRAS := check,test,demo,zoo
 $(VENV)/bench: EXTRAS := bench,zoo
-$(VENV)/demo $(VENV)/develop $(VENV)/bench: pyproject.toml $(CONSTRAINTS) | $(VENV)/made
+$(VENV)/release: EXTRAS := release
+$(VENV)/demo $(VENV)/develop $(VENV)/bench $(VENV)/release: pyproject.toml $(CONSTRAINTS) | $(VENV)/made
 	@$(BIN)/python -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
 		|| echo 'no index offers a CPU build of torch $(TORCH)'
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
