@@ -66,6 +66,8 @@ part of the model and these times are divided equally among them.
 - **lines**: lines of code in the schedule's file, not counting blank lines, comments and docstrings.
 - **exact**: gradients are added in the order of the micro-batches, so the results of all exact schedules are
   bit-identical. The results of asynchronous schedules also depend on the weights that each micro-batch uses.
+- **experimental**: a later release may change the schedule's results or options, or remove it
+  ([how long names last](../CONTRIBUTING.md#how-long-formats-and-names-last)).
 - **formulas**: p is the number of ranks, m the number of micro-batches and v the number of chunks per rank. F, B, I and
   W stand for the times of these actions on a rank, and c for the time of a message. A chunk time is the time of F, I
   or W on one chunk.
@@ -136,6 +138,11 @@ class Exhibit:
         return [max(peaks[stage] for stage in self.program.chunks(rank)) for rank in ranks]
 
     @property
+    def is_experimental(self) -> bool:
+        """Whether the schedule's description says so."""
+        return "\nExperimental: " in self.schedule.description
+
+    @property
     def source(self) -> str:
         """The text of the schedule's file."""
         return (DOCS.parent / self.path).read_text(encoding="utf-8")
@@ -197,7 +204,7 @@ def overview(shown: list[Exhibit]) -> str:
     """Return the table with a row for each schedule."""
     rows = [
         (
-            f"[{one.schedule.name}](#{one.schedule.name})",
+            f"[{one.schedule.name}](#{one.schedule.name})" + " (experimental)" * one.is_experimental,
             percent(one.trace.bubble_ratio) + ("" if one.steady_bubble is None else " *"),
             percent(one.span_bubble),
             above(one),

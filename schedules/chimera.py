@@ -15,6 +15,8 @@ def chimera(rank: int, shape: Shape) -> Order:
 
     If m is a multiple of p, the bubble is (p-2)F for B = F, and (m/p+1)(p-2)F for B = 2F. Otherwise, ranks also idle in
     the slots of the missing micro-batches. Ranks hold p/2+1 to p micro-batches. The number of ranks must be even.
+
+    Experimental: results agree within rounding only, and a later release may change them.
     """
     order, p = Order(shape), shape.even_ranks()
     slots: list[tuple[int, bool, int]] = []

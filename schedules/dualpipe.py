@@ -19,6 +19,8 @@ def dualpipe(rank: int, shape: Shape) -> Order:
 
     The number of ranks must be even. If m is odd or less than 2p, the order for the next even m >= 2p is used,
     excluding the actions of the extra micro-batches, so ranks idle more.
+
+    Experimental: results agree within rounding only, and a later release may change them.
     """
     half = shape.even_ranks() // 2
     down, up = shape.chunks(rank)

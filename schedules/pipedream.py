@@ -11,6 +11,8 @@ def pipedream(rank: int, shape: Shape, *, vertical_sync: bool = False) -> Order:
     so rank r stashes p-r versions. With vertical_sync=True, all ranks use weights p-1 updates old, like rank 0.
 
     There is no bubble in the steady state; rank r holds p-r micro-batches.
+
+    Experimental: steps overlap, and a later release may change the results.
     """
     order, oldest = Order(shape), shape.num_ranks - 1
     ahead = oldest - rank

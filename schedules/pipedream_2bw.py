@@ -12,6 +12,8 @@ def pipedream_2bw(rank: int, shape: Shape) -> Order:
     weights; with fewer micro-batches, ranks also use and hold older versions.
 
     There is no bubble in the steady state; rank r holds p-r micro-batches.
+
+    Experimental: steps overlap, and a later release may change the results.
     """
     order, ahead = Order(shape), shape.num_ranks - 1 - rank
     step = shape.num_microbatches // shape.num_steps
