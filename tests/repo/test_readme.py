@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 PACKAGE = ROOT / "docs" / "package.md"
 BUBBLE = ROOT / "docs" / "concepts" / "bubble.md"
 GENERATED = {ROOT / "docs" / "schedules.md", ROOT / "docs" / "zoo.md"}  # by docs/gallery.py, benchmarks/zoo.py
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "RESULTS.md", *sorted(ROOT.glob("docs/**/*.md"))]
 WRITTEN = [page for page in PAGES if page not in GENERATED]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
