@@ -41,8 +41,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import networkx as nx
+import numpy as np
 from cost_tables import TABLES, table
-from partition import max_min, unit_moves
 
 from pipesched import Costs, Program, lower_bound, schedules, simulate
 from pipesched.partitioning.partition import balance
@@ -159,6 +159,57 @@ def chunk_counts(case: Case) -> list[int]:
 def fastest(plans: Iterable[Planned]) -> Planned | None:
     """Return the plan with the shortest step, or None if there are no plans."""
     return min(plans, key=lambda plan: plan.step_s, default=None)
+
+
+def unit_moves(times: list[float], num_stages: int) -> list[int]:
+    """Return the indices of the layers at which stages begin, by torchgpipe's rule (Barany and Grinberg 2015).
+
+    This is the block partition of torchgpipe 0.0.7. Times are scaled to lie between 0 (the smallest) and 1 (the
+    largest). At first every stage but the last has the same number of layers. While the largest and the smallest stage
+    differ by more than 1, a layer moves to the smallest stage from its neighbour on the side of the largest stage. The
+    largest stage is chosen again only after it has lost a layer.
+    """
+    least, spread = min(times), max(times) - min(times)
+    scaled = [(time - least) / spread if spread else 0.0 for time in times]
+    cuts = [len(times) // num_stages * stage for stage in range(num_stages)] + [len(times)]
+
+    def sizes() -> list[tuple[float, int]]:
+        return [(sum(scaled[cuts[stage] : cuts[stage + 1]]), stage) for stage in range(num_stages)]
+
+    most, largest = max(sizes())
+    while most > min(sizes())[0] + 1:
+        smallest = min(sizes())[1]
+        towards = 1 if largest > smallest else -1
+        cuts[smallest + (towards > 0)] += towards
+        if smallest + towards == largest:
+            most, largest = max(sizes())
+    return cuts[:-1]
+
+
+def max_min(times: list[float], num_stages: int) -> list[int]:
+    """Return the first layers of stages with the smallest difference between the largest and the smallest stage.
+
+    This is DeepSpeed's balanced split. For each number of layers and stages, a dynamic program stores the best split.
+    """
+    prefix = np.concatenate([[0], np.cumsum(times)])
+    count = len(times)
+    high, low = prefix.copy(), prefix.copy()
+    back = np.zeros((num_stages + 1, count + 1), int)
+    for stage in range(2, num_stages + 1):
+        next_high, next_low = np.full(count + 1, np.inf), np.full(count + 1, -np.inf)
+        for end in range(stage, count + 1):
+            begins = np.arange(stage - 1, end)
+            own = prefix[end] - prefix[begins]
+            most, least = np.maximum(high[begins], own), np.minimum(low[begins], own)
+            best = int((most - least).argmin())
+            back[stage, end] = begins[best]
+            next_high[end], next_low[end] = most[best], least[best]
+        high, low = next_high, next_low
+    starts, end = [], count
+    for stage in range(num_stages, 0, -1):
+        end = int(back[stage, end]) if stage > 1 else 0
+        starts.append(end)
+    return starts[::-1]
 
 
 def equal_layers(case: Case) -> Planned:

@@ -100,7 +100,6 @@ def test_replicas_of_sharded_stages(ranks: Ranks) -> None:
 def test_replicas_that_divide_weights_train_as_the_loop(
     ranks: Ranks, shape: tuple[int, int, int], schedule: str, part: bool
 ) -> None:
-    """benchmarks/hybrid_sharding.py runs all cases."""
     for errors in ranks.run(4, partial(jobs.hybrid, part=part), shape, schedule):
         assert max(errors) <= 1e-6
 

@@ -235,7 +235,6 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(tmp_path: Path) -> N
 
 
 def test_steps_and_saves_leave_no_objects_behind(tmp_path: Path) -> None:
-    """`benchmarks/long_run.py` counts them over many more steps."""
     rounds = 5
     with piped() as pipe:
         adam = torch.optim.AdamW(pipe.parameters())

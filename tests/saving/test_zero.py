@@ -88,7 +88,6 @@ def test_a_replica_that_dies_while_it_writes_leaves_the_checkpoint_before(ranks:
 
 @pytest.mark.exhaustive
 def test_a_hugging_face_run_continues_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    """`benchmarks/llama_resumed.py` has more pairs and 50 steps."""
     pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
     before, after = Place(2, 2, zero=2), Place(1, 2, mesh=False)
     losses = run(ranks, before, range(3), None, str(tmp_path)) + run(ranks, after, range(3, 6), str(tmp_path), None)
