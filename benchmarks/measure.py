@@ -9,18 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import distributed
 
-from pipesched import Program, Trace
-
 __all__ = [
-    "Delays",
     "Ratio",
-    "delays",
     "elsewhere",
     "in_ranks",
     "keep_freed_memory",
@@ -101,30 +96,6 @@ def keep_freed_memory() -> None:
     """
     limits = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "4000000000")
     os.environ.update(limits)
-
-
-class Delays(NamedTuple):
-    """The result of ``delays``, in seconds: delays after the rank's previous action, and delays after a message."""
-
-    on_rank_s: list[float]
-    message_s: list[float]
-
-
-def delays(program: Program, trace: Trace) -> Delays:
-    """Return how much later each action of a measured step started than it could have started.
-
-    An action could start at the end of the previous action of its rank, or at the end of the action that produces its
-    input, whichever is later. The two cases are returned in separate lists.
-    """
-    times = {span.action: (span.start_s, span.end_s) for span in trace.spans}
-    starts, ends = (np.array(column) for column in zip(*(times[action] for action in program.columns), strict=True))
-    arrives, free = np.full((2, len(starts)), -np.inf)
-    np.maximum.at(arrives, program.requirements.row, ends[program.requirements.needed])
-    free[1:] = ends[:-1]
-    free[program.orders.offsets[:-1]] = -np.inf
-    waits = arrives > free
-    known = ~waits & np.isfinite(free)
-    return Delays((starts - free)[known].tolist(), (starts - arrives)[waits].tolist())
 
 
 def machine() -> str:
