@@ -12,14 +12,14 @@ __all__ = ["Bar", "bars", "chunks_visited", "collective_bars", "gaps", "kinds", 
 
 
 class Bar(NamedTuple):
-    """One bar of a timeline: a compute span or a collective (a reduction or a gather)."""
+    """One bar of a timeline: a compute span or a collective, such as a reduction or a gather."""
 
     rank: int
     #: The position of the stage among the stages of the rank.
     chunk: int
     kind: Kind
     stage: int
-    microbatch: int  # or the bucket of a reduction, or the number of a gather
+    microbatch: int  # or the number that the kind has instead, such as the bucket of a reduction
     start_s: float
     end_s: float
     #: In an overlapping pair, -1 for the forward (upper half) and 1 for the backward (lower half); otherwise 0.
@@ -47,7 +47,7 @@ def bars(trace: Trace) -> Iterator[Bar]:
 
 
 def collective_bars(trace: Trace) -> Iterator[Bar]:
-    """Yield a bar for each reduction (REDUCE) and each gather (UNSHARD), rank by rank in time order."""
+    """Yield a bar for each collective, rank by rank in time order."""
     zero = trace.start_s
     for rank, row in enumerate(trace.collectives_by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in trace.by_rank[rank]}))}

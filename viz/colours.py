@@ -1,6 +1,7 @@
-"""Colours: one for each kind of action, from the colour-blind-safe palette of Okabe and Ito (2008).
+"""Colours: shades of the colour of a kind of action (`Row.colour`), and one colour for each stage.
 
-The colours of compute actions are light, so that dark numbers on them are readable. The later chunks of a rank have
+The colours are from the colour-blind-safe palette of Okabe and Ito (2008). Those of compute actions are light, so that
+dark numbers on them are readable. The later chunks of a rank have
 lighter shades.
 """
 
@@ -13,22 +14,12 @@ GREY = "#808080"  # shades of chunks in the legend
 BUBBLE = "#e6e6e6"
 HATCH = "#c2c2c2"
 
-_COLOURS = {
-    Kind.F: "#56b4e9",
-    Kind.B: "#e69f00",
-    Kind.I: "#d55e00",
-    Kind.W: "#009e73",
-    Kind.R: "#cc79a7",
-    Kind.NORM: "#f0e442",
-    Kind.REDUCE: "#0072b2",
-    Kind.UNSHARD: "#000000",
-}
 _LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
     """Return the colour of a kind as ``#rrggbb``, lighter for later chunks; grey for kinds without a colour."""
-    return lighter(_COLOURS.get(kind, GREY), chunk, num_chunks)
+    return lighter(kind.row.colour or GREY, chunk, num_chunks)
 
 
 def lighter(base: str, chunk: int, num_chunks: int) -> str:

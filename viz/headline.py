@@ -1,6 +1,5 @@
 """Headline: the title of a timeline, with the trace's key figures."""
 
-from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 from pipesched.viz.bars import chunks_visited
@@ -23,7 +22,8 @@ def headline(trace: Trace, label: str | None = None) -> str:
 
 def _communication(trace: Trace) -> str:
     """Return the percentage of communication time that is hidden, as text for the title."""
-    return f"{'communication' if Kind.UNSHARD in trace.kinds else 'reductions'} {trace.hidden_communication:.1%}"
+    several = any(kind.row.letter for kind in trace.kinds)
+    return f"{'communication' if several else 'reductions'} {trace.hidden_communication:.1%}"
 
 
 def _above_bound(trace: Trace) -> str:

@@ -10,27 +10,12 @@ from pipesched.viz.colours import BUBBLE, GREY, HATCH, colour, lighter
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
-__all__ = ["KIND_NAMES", "MOST_IN_A_ROW", "patches"]
+__all__ = ["MOST_IN_A_ROW", "patches"]
 
 #: The largest number of legend entries in a row.
 MOST_IN_A_ROW = 7
 
 _SHADES = 4  # with more chunks, only the first and the last are listed
-
-#: The names of kinds of actions in legends and notes.
-KIND_NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradients",
-    Kind.W: "weight gradients",
-    Kind.R: "recompute",
-    Kind.NORM: "gradient norm",
-    Kind.REDUCE: "gradient reduction",
-    Kind.UNSHARD: "weight gather",
-    Kind.UPDATE: "optimizer step",
-    Kind.OFFLOAD: "copy to the host",
-    Kind.FETCH: "copy from the host",
-}
 
 
 def patches(*traces: Trace) -> "list[Patch]":
@@ -48,4 +33,4 @@ def patches(*traces: Trace) -> "list[Patch]":
 
 
 def _label(kind: Kind) -> str:
-    return f"{KIND_NAMES[kind]} ({kind})" if kind in KIND_NAMES else str(kind)
+    return f"{kind.row.label} ({kind})" if kind.row.label else str(kind)

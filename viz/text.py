@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from pipesched.checks import is_whole, shown
 from pipesched.errors import InputError
-from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import quote_time
 from pipesched.viz.bars import Bar, bars, collective_bars, num_chunks
@@ -70,7 +69,7 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
             pair = f"{texts[0]}&{_label(after, scale.with_stage)}" if bar.half else ""
             _write(rows[bar.rank], bar, scale, (pair, *texts))
     lanes = _collectives(trace, scale)
-    lane = "comm" if Kind.UNSHARD in trace.kinds else "reduce"
+    lane = "comm" if any(kind.row.letter for kind in trace.kinds) else "reduce"
     lines = []
     for rank, (name, row) in enumerate(zip(names, rows, strict=True)):
         lines.append((name + "".join(row)).rstrip())
@@ -86,7 +85,7 @@ def _collectives(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
         row = lanes.setdefault(bar.rank, [" "] * scale.columns)
         first, last = _reach(bar, scale)
         end = " " if scale.separated else ""
-        text = f"{'U' if bar.kind is Kind.UNSHARD else ''}{bar.microbatch}"
+        text = f"{bar.kind.row.letter}{bar.microbatch}"
         row[first:last] = (text.ljust(last - first - len(end), "-") + end)[: last - first]
     return lanes
 

@@ -109,7 +109,7 @@ class CostBook:
     def replication(self, programs: ProgramFactory) -> Replication | None:
         """Return the `Replication` that describes the replicas that run these programs.
 
-        Returns None if there is only one replica. Also returns None if the programs contain no REDUCE actions, because
+        Returns None if there is only one replica. Also returns None if the programs do not sum gradients, because
         gradients are then summed after a run.
         """
         replicas = self._replica_costs(programs)

@@ -147,11 +147,8 @@ def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: 
 
 
 #: For each of ``TIMES``: the kinds of actions that measure it, and the kinds to use in steps without such actions.
-_KINDS: dict[str, tuple[Sequence[Kind], Sequence[Kind]]] = {
-    "forward_s": ((Kind.F,), ()),
-    "backward_s": ((Kind.B,), (Kind.I, Kind.W)),
-    "input_grad_s": ((Kind.I,), (Kind.B,)),
-    "weight_grad_s": ((Kind.W,), (Kind.B,)),
+_KINDS = {
+    time: ((kind,), tuple(map(Kind, kind.row.instead))) for time in TIMES for kind in Kind if time in kind.row.costs
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesched.errors import ScheduleError
-from pipesched.program.actions import KINDS, Action, Kind, Lane
+from pipesched.program.actions import Action, Kind, Lane
 from pipesched.units import counted
 
 __all__ = ["CODES", "MOST_SLOTS", "NUM_KINDS", "Columns", "Ints", "Mask", "Orders"]
@@ -28,7 +28,7 @@ CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
 #: The maximum number of slots per action in a lookup table over stages and micro-batches. A larger table might not fit
 #: in memory.
 MOST_SLOTS = 64
-_COMPUTES = np.array([KINDS[kind].lane is Lane.COMPUTE for kind in _KINDS])
+_COMPUTES = np.array([kind.row.lane is Lane.COMPUTE for kind in _KINDS])
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -3,16 +3,36 @@
 Programs, errors, traces and pictures write actions in the same text form. ``2F0`` is the forward of stage 2 for
 micro-batch 0. ``0SEND_F3>1`` sends the output of stage 0 for micro-batch 3 to stage 1, and ``1RECV_F3<0`` receives it
 there. ``Action.parse`` is the inverse of ``str``.
+
+`Kind` is the table. Each kind has one `Row` with all that is known of the kind. The row refers to other kinds, to
+fields of `Costs` and to methods of a stage by their names, so that this module needs none of them.
 """
 
 import re
-from enum import StrEnum
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 
-__all__ = ["KINDS", "NUMBERED", "OTHER_END", "Action", "Holding", "Kind", "Lane"]
+__all__ = [
+    "BACKWARD_MESSAGES",
+    "NUMBERED",
+    "OTHER_END",
+    "RECEIVES",
+    "SENDS",
+    "Action",
+    "At",
+    "Holding",
+    "Kind",
+    "Lane",
+    "Need",
+    "Queue",
+    "Row",
+    "Transfer",
+]
 
 
 class Lane(StrEnum):
@@ -23,26 +43,13 @@ class Lane(StrEnum):
     COLLECTIVE = "collective"  # a rank runs its collectives one at a time, in the order of its actions
 
 
-class Kind(StrEnum):
-    """The kind of an action: F, B, I, W, and so on. ``str(kind)`` is its text form."""
+class Queue(Enum):
+    """What runs an action that its rank only starts. The actions of a queue run one after the other."""
 
-    F = "F"  # forward
-    B = "B"  # full backward: input and weight gradients
-    I = "I"  # noqa: E741  input gradients only
-    W = "W"  # weight gradients, after I
-    R = "R"  # recompute the activations that a checkpointed F did not keep
-    NORM = "NORM"  # compute the norms of a stage's gradients; each UPDATE with this number, on any stage, needs them
-    UPDATE = "UPDATE"  # an optimizer step on a stage's weights; has a number, counted from 0, instead of a micro-batch
-    SEND_F = "SEND_F"  # a stage's output, to a consumer
-    RECV_F = "RECV_F"  # a stage's input, from a producer
-    SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
-    RECV_B = "RECV_B"  # the gradient of a stage's output, from a consumer
-    OFFLOAD = "OFFLOAD"  # start copying activations to the host
-    FREE = "FREE"  # wait for the end of the copy, then free the activations on the device
-    FETCH = "FETCH"  # start copying the activations back to the device
-    REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; has a bucket instead of a micro-batch
-    UNSHARD = "UNSHARD"  # gather a stage's weights, which replicas split; has a number instead of a micro-batch
-    RESHARD = "RESHARD"  # free the weights that the UNSHARD with the same number gathered
+    TO_HOST = auto()  # copies to the host
+    FROM_HOST = auto()  # copies from the host
+    COLLECTIVES = auto()
+    MESSAGES = auto()  # a queue for each other rank
 
 
 class Holding(StrEnum):
@@ -57,59 +64,336 @@ class Holding(StrEnum):
     GATHERED = "gathered"  # the full (unsharded) weights of a stage, from the UNSHARD to the RESHARD
 
 
-class _KindRow(NamedTuple):
-    """The properties of a kind of action: its lane, the memory taken at its start, and the memory freed at its end."""
+class At(Enum):
+    """The stage of a needed action: the same stage, its producers, its consumers, or the peer of a transfer.
 
+    Three members have a special meaning:
+
+    - EVERY: the action needs an action of every stage, but only if its own stage has an action of the needed kind.
+    - NUMBERED: the action needs all actions of the needed kind on its stage, such as the REDUCEs of all buckets.
+    - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD equals the count
+      of the stage's RESHARDs before the action.
+    """
+
+    OWN = auto()
+    PRODUCERS = auto()
+    CONSUMERS = auto()
+    PEER = auto()
+    EVERY = auto()
+    NUMBERED = auto()
+    GATHER = auto()
+
+
+class Need:
+    """One dependency: the stage of the needed action (``at``) and its possible kinds, in order of preference.
+
+    The kinds are alternatives: a backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
+    need a transfer (RECV) or stay within one rank. The first alternative that the program contains is used. If the
+    program contains none of them, an action of the last kind is reported as missing.
+    """
+
+    def __init__(self, at: At, *names: str) -> None:
+        self.at = at
+        self._names = names
+
+    @cached_property
+    def kinds(self) -> "tuple[Kind, ...]":
+        """The possible kinds of the needed action."""
+        return tuple(Kind(name) for name in self._names)
+
+
+class Transfer(NamedTuple):
+    """The properties of a kind that sends or receives a message."""
+
+    #: The kind of the action at the other end of the message.
+    other_end: str
+    #: Stands before the stage at the other end in the text form: ``>`` after a send, ``<`` after a receive.
+    arrow: str
+    #: The kind of the action whose result is sent: F for an output, B for the gradient of an output.
+    result_of: str
+
+    @property
+    def sends(self) -> bool:
+        """Whether the action sends the message."""
+        return self.arrow == ">"
+
+    @property
+    def backward(self) -> bool:
+        """Whether the message is a gradient, which goes from a consumer of an output to its producer."""
+        return self.result_of == "B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All that is known of a kind of action."""
+
+    #: The kind's name in the text form of an action.
+    text: str
     lane: Lane
+    #: The method of a stage that runs the action. It gets the action's number. `runtime/executors/interpreter.py` has
+    #: the few handlers whose calls get more, or whose results go to other actions.
+    handler: str
+    #: What the number in the text form counts: micro-batches, updates, or the buckets or gathers of a stage.
+    number: str = "micro-batch"
+    #: The actions that must have ended before the action starts.
+    needs: tuple[Need, ...] = ()
+    #: What runs the action while its rank goes on to the next action. None: the rank waits for the action's end.
+    queue: Queue | None = None
+    #: For a send or a receive, its other end.
+    transfer: Transfer | None = None
+    #: The fields of `Costs` that add up to the action's time. The measured time corrects the first. Default: the time
+    #: is in `Costs.other_s`.
+    costs: tuple[str, ...] = ()
+    #: The kinds whose measured times correct the action's cost in a step without such actions.
+    instead: tuple[str, ...] = ()
+    #: The memory that the action takes at its start, and keeps.
     takes: Holding | None = None
+    #: The memory that the action frees at its end.
     gives: tuple[Holding, ...] = ()
+    #: The field of `Costs` with the memory that the action needs only while it runs.
+    transient: str = ""
+    #: The method of a stage that waits for the stage's actions of a queue, and returns their starts and ends.
+    spans: str = ""
+    #: The name in legends and notes. Default: only the text form.
+    label: str = ""
+    #: The colour in pictures, as ``#rrggbb``. Default: grey.
+    colour: str = ""
+    #: The letter before the number of a collective in a text timeline.
+    letter: str = ""
 
 
 _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
+_GATHERED = Need(At.GATHER, "UNSHARD")
+_REDUCED = Need(At.NUMBERED, "REDUCE")
+_BACKWARD = (Need(At.OWN, "FETCH", "R", "F"), Need(At.CONSUMERS, "RECV_B", "I", "B"), _GATHERED)
 
-#: The table of kinds. F takes INPUT instead of ACTIVATIONS if the program has an R for its (stage, micro-batch) pair.
-#: UPDATE takes WEIGHTS only if micro-batches in flight still use the version that it replaces. This memory is freed
-#: when the last of these micro-batches has finished.
-KINDS: dict[Kind, _KindRow] = {
-    Kind.F: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
-    Kind.B: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
-    Kind.I: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
-    Kind.W: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
-    Kind.R: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
-    Kind.NORM: _KindRow(Lane.COMPUTE),
-    Kind.UPDATE: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
-    Kind.SEND_F: _KindRow(Lane.COPY),
-    Kind.RECV_F: _KindRow(Lane.COPY),
-    Kind.SEND_B: _KindRow(Lane.COPY),
-    Kind.RECV_B: _KindRow(Lane.COPY),
-    Kind.OFFLOAD: _KindRow(Lane.COPY),
-    Kind.FREE: _KindRow(Lane.COPY, gives=(Holding.OFFLOADED,)),
-    Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
-    Kind.REDUCE: _KindRow(Lane.COLLECTIVE, takes=Holding.REDUCTION, gives=(Holding.REDUCTION,)),
-    Kind.UNSHARD: _KindRow(Lane.COLLECTIVE, takes=Holding.GATHERED),
-    Kind.RESHARD: _KindRow(Lane.COPY, gives=(Holding.GATHERED,)),
-}
+
+class Kind(StrEnum):
+    """The kind of an action: F, B, I, W, and so on. ``str(kind)`` is its text form, and ``kind.row`` its properties.
+
+    F takes INPUT instead of ACTIVATIONS if the program has an R for its (stage, micro-batch) pair. UPDATE takes WEIGHTS
+    only if micro-batches in flight still use the version that it replaces. This memory is freed when the last of these
+    micro-batches has finished.
+    """
+
+    row: Row
+
+    def __new__(cls, row: Any) -> "Kind":  # a Row; Any lets type checkers accept Kind("F")
+        kind = str.__new__(cls, row.text)
+        kind._value_ = row.text
+        kind.row = row
+        return kind
+
+    # forward
+    F = Row(
+        text="F",
+        lane=Lane.COMPUTE,
+        handler="forward",
+        needs=(Need(At.PRODUCERS, "RECV_F", "F"), _GATHERED),
+        costs=("forward_s",),
+        takes=Holding.ACTIVATIONS,
+        transient="forward_transient_bytes",
+        label="forward",
+        colour="#56b4e9",
+    )
+    # full backward: input and weight gradients
+    B = Row(
+        text="B",
+        lane=Lane.COMPUTE,
+        handler="backward",
+        needs=_BACKWARD,
+        costs=("backward_s",),
+        instead=("I", "W"),
+        gives=_EVERYTHING,
+        transient="backward_transient_bytes",
+        label="backward",
+        colour="#e69f00",
+    )
+    # input gradients only
+    I = Row(  # noqa: E741
+        text="I",
+        lane=Lane.COMPUTE,
+        handler="input_grad",
+        needs=_BACKWARD,
+        costs=("input_grad_s",),
+        instead=("B",),
+        takes=Holding.WEIGHT_GRAD,
+        gives=(Holding.INPUT, Holding.ACTIVATIONS),
+        transient="input_grad_transient_bytes",
+        label="input gradients",
+        colour="#d55e00",
+    )
+    # weight gradients, after I
+    W = Row(
+        text="W",
+        lane=Lane.COMPUTE,
+        handler="weight_grad",
+        needs=(Need(At.OWN, "I"), _GATHERED),
+        costs=("weight_grad_s",),
+        instead=("B",),
+        gives=_EVERYTHING,
+        transient="weight_grad_transient_bytes",
+        label="weight gradients",
+        colour="#009e73",
+    )
+    # recompute the activations that a checkpointed F did not keep
+    R = Row(
+        text="R",
+        lane=Lane.COMPUTE,
+        handler="recompute",
+        needs=(Need(At.OWN, "F"), _GATHERED),
+        costs=("recompute_s",),
+        takes=Holding.ACTIVATIONS,
+        gives=(Holding.INPUT,),
+        transient="forward_transient_bytes",
+        label="recompute",
+        colour="#cc79a7",
+    )
+    # compute the norms of a stage's gradients; each UPDATE with this number, on any stage, needs them
+    NORM = Row(
+        text="NORM",
+        lane=Lane.COMPUTE,
+        handler="norm",
+        number="update",
+        needs=(_REDUCED,),
+        costs=("norm_s",),
+        label="gradient norm",
+        colour="#f0e442",
+    )
+    # an optimizer step on a stage's weights
+    UPDATE = Row(
+        text="UPDATE",
+        lane=Lane.COMPUTE,
+        handler="update",
+        number="update",
+        needs=(_REDUCED, Need(At.NUMBERED, "RESHARD"), Need(At.EVERY, "NORM")),
+        costs=("update_s", "gather_s"),
+        takes=Holding.WEIGHTS,
+        transient="update_transient_bytes",
+        label="optimizer step",
+    )
+    # a stage's output, to a consumer
+    SEND_F = Row(
+        text="SEND_F",
+        lane=Lane.COPY,
+        handler="send",
+        needs=(Need(At.OWN, "F"),),
+        queue=Queue.MESSAGES,
+        transfer=Transfer("RECV_F", ">", "F"),
+    )
+    # a stage's input, from a producer
+    RECV_F = Row(
+        text="RECV_F",
+        lane=Lane.COPY,
+        handler="receive",
+        needs=(Need(At.PEER, "SEND_F"),),
+        transfer=Transfer("SEND_F", "<", "F"),
+    )
+    # the gradient of a stage's input, to its producer
+    SEND_B = Row(
+        text="SEND_B",
+        lane=Lane.COPY,
+        handler="send",
+        needs=(Need(At.OWN, "I", "B"),),
+        queue=Queue.MESSAGES,
+        transfer=Transfer("RECV_B", ">", "B"),
+    )
+    # the gradient of a stage's output, from a consumer
+    RECV_B = Row(
+        text="RECV_B",
+        lane=Lane.COPY,
+        handler="receive",
+        needs=(Need(At.PEER, "SEND_B"),),
+        transfer=Transfer("SEND_B", "<", "B"),
+    )
+    # start copying activations to the host
+    OFFLOAD = Row(
+        text="OFFLOAD",
+        lane=Lane.COPY,
+        handler="offload",
+        needs=(Need(At.OWN, "F"),),
+        queue=Queue.TO_HOST,
+        costs=("offload_s",),
+        label="copy to the host",
+    )
+    # wait for the end of the copy, then free the activations on the device
+    FREE = Row(
+        text="FREE",
+        lane=Lane.COPY,
+        handler="free",
+        needs=(Need(At.OWN, "OFFLOAD"),),
+        gives=(Holding.OFFLOADED,),
+    )
+    # start copying the activations back to the device
+    FETCH = Row(
+        text="FETCH",
+        lane=Lane.COPY,
+        handler="fetch",
+        needs=(Need(At.OWN, "FREE"),),
+        queue=Queue.FROM_HOST,
+        costs=("fetch_s",),
+        takes=Holding.OFFLOADED,
+        label="copy from the host",
+    )
+    # sum a bucket of a stage's gradients over all replicas
+    REDUCE = Row(
+        text="REDUCE",
+        lane=Lane.COLLECTIVE,
+        handler="reduce",
+        number="bucket",
+        queue=Queue.COLLECTIVES,
+        costs=("reduce_s",),
+        takes=Holding.REDUCTION,
+        gives=(Holding.REDUCTION,),
+        spans="reduced",
+        label="gradient reduction",
+        colour="#0072b2",
+    )
+    # gather a stage's weights, which replicas split
+    UNSHARD = Row(
+        text="UNSHARD",
+        lane=Lane.COLLECTIVE,
+        handler="unshard",
+        number="gather",
+        queue=Queue.COLLECTIVES,
+        costs=("unshard_s",),
+        takes=Holding.GATHERED,
+        spans="gathered",
+        label="weight gather",
+        colour="#000000",
+        letter="U",
+    )
+    # free the weights that the UNSHARD with the same number gathered
+    RESHARD = Row(
+        text="RESHARD",
+        lane=Lane.COPY,
+        handler="reshard",
+        number="gather",
+        needs=(Need(At.OWN, "UNSHARD"),),
+        gives=(Holding.GATHERED,),
+    )
+
 
 #: The kinds whose actions have the number of a bucket or a gather, from 0 on each stage, instead of a micro-batch.
-NUMBERED = (Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD)
+NUMBERED = tuple(kind for kind in Kind if kind.row.number not in ("micro-batch", "update"))
 
 #: Maps each kind of send to the kind of its receive, and each kind of receive to the kind of its send.
-OTHER_END: dict[Kind, Kind] = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.SEND_B: Kind.RECV_B,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.RECV_B: Kind.SEND_B,
-}
+OTHER_END: dict[Kind, Kind] = {kind: Kind(kind.row.transfer.other_end) for kind in Kind if kind.row.transfer}
 
-_ARROWS = {Kind.SEND_F: ">", Kind.SEND_B: ">", Kind.RECV_F: "<", Kind.RECV_B: "<"}
+SENDS = tuple(kind for kind in Kind if kind.row.transfer and kind.row.transfer.sends)
+RECEIVES = tuple(kind for kind in OTHER_END if kind not in SENDS)
+#: The sends and receives of gradients.
+BACKWARD_MESSAGES = tuple(kind for kind in Kind if kind.row.transfer and kind.row.transfer.backward)
+
+_ARROWS = {kind: kind.row.transfer.arrow for kind in Kind if kind.row.transfer}
 _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
     """An operation of one stage on one micro-batch. For a transfer, ``peer`` is the stage at the other end, else None.
 
-    In place of a micro-batch, UPDATE and NORM have the number of the update, REDUCE the number of the bucket, and
-    UNSHARD and RESHARD the number of the gather.
+    Some kinds have another number in place of a micro-batch, such as the number of an update or a bucket: see
+    `Row.number`.
     """
 
     stage: int
@@ -124,7 +408,7 @@ class Action(NamedTuple):
     @property
     def lane(self) -> Lane:
         """The lane that the action occupies: compute, copy or collective."""
-        return KINDS[self.kind].lane
+        return self.kind.row.lane
 
     @classmethod
     def parse(cls, text: str) -> "Action":

@@ -1,13 +1,12 @@
 """Dependencies: defines which actions must have ended before an action starts.
 
-``NEEDS`` is the single definition of these rules. ``needs`` applies the rules to one action, for error messages;
-``requirements`` applies them to all actions at once. The validator, the lowering passes, the simulator and the
-executors use these rules.
+The row of a kind (`Row.needs`) is the single definition of these rules. ``needs`` applies the rules to one action, for
+error messages; ``requirements`` applies them to all actions at once. The validator, the lowering passes, the simulator
+and the executors use these rules.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cache, cached_property
 from itertools import count, takewhile
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES, MOST_SLOTS, NUM_KINDS, Columns, Ints, Mask
-from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind
+from pipesched.program.actions import NUMBERED, OTHER_END, Action, At, Kind, Need
 from pipesched.units import counted
 
 __all__ = ["BACKWARDS", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", "requirements"]
@@ -26,7 +25,7 @@ __all__ = ["BACKWARDS", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", 
 BACKWARDS = (Kind.B, Kind.I)
 #: The kinds that use the full (unsharded) weights of their stage. W is included for three reasons: the W of a
 #: convolution reads the weights, every W accumulates full gradients, and hooks during a W see the full Parameter.
-WEIGHT_USES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+WEIGHT_USES = tuple(kind for kind in Kind if any(need.at is At.GATHER for need in kind.row.needs))
 
 
 @dataclass(frozen=True)
@@ -75,64 +74,6 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
     return StageGraph.of(num_stages, [(s, s + 1) for s in range(num_stages - 1) if (s + 1) % length])
 
 
-class _At(Enum):
-    """The stage of a needed action: the same stage, its producers, its consumers, or the peer of a transfer.
-
-    Three members have a special meaning:
-
-    - EVERY: the action needs an action of every stage, but only if its own stage has an action of the needed kind.
-    - NUMBERED: the action needs all actions of the needed kind on its stage, such as the REDUCEs of all buckets.
-    - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD equals the count
-      of the stage's RESHARDs before the action.
-    """
-
-    OWN = auto()
-    PRODUCERS = auto()
-    CONSUMERS = auto()
-    PEER = auto()
-    EVERY = auto()
-    NUMBERED = auto()
-    GATHER = auto()
-
-
-class _Need(NamedTuple):
-    """One dependency: the stage of the needed action (``at``) and its possible kinds, in order of preference.
-
-    The kinds are alternatives: a backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
-    need a transfer (RECV) or stay within one rank. The first alternative that the program contains is used. If the
-    program contains none of them, an action of the last kind is reported as missing.
-    """
-
-    at: _At
-    kinds: tuple[Kind, ...]
-
-
-_GATHERED = _Need(_At.GATHER, (Kind.UNSHARD,))
-_BACKWARD = (
-    _Need(_At.OWN, (Kind.FETCH, Kind.R, Kind.F)),
-    _Need(_At.CONSUMERS, (Kind.RECV_B, Kind.I, Kind.B)),
-    _GATHERED,
-)
-_REDUCED = _Need(_At.NUMBERED, (Kind.REDUCE,))
-NEEDS: dict[Kind, tuple[_Need, ...]] = {
-    Kind.F: (_Need(_At.PRODUCERS, (Kind.RECV_F, Kind.F)), _GATHERED),
-    Kind.B: _BACKWARD,
-    Kind.I: _BACKWARD,
-    Kind.W: (_Need(_At.OWN, (Kind.I,)), _GATHERED),
-    Kind.R: (_Need(_At.OWN, (Kind.F,)), _GATHERED),
-    Kind.NORM: (_REDUCED,),
-    Kind.UPDATE: (_REDUCED, _Need(_At.NUMBERED, (Kind.RESHARD,)), _Need(_At.EVERY, (Kind.NORM,))),
-    Kind.SEND_F: (_Need(_At.OWN, (Kind.F,)),),
-    Kind.SEND_B: (_Need(_At.OWN, (Kind.I, Kind.B)),),
-    Kind.RECV_F: (_Need(_At.PEER, (Kind.SEND_F,)),),
-    Kind.RECV_B: (_Need(_At.PEER, (Kind.SEND_B,)),),
-    Kind.OFFLOAD: (_Need(_At.OWN, (Kind.F,)),),
-    Kind.FREE: (_Need(_At.OWN, (Kind.OFFLOAD,)),),
-    Kind.FETCH: (_Need(_At.OWN, (Kind.FREE,)),),
-    Kind.RESHARD: (_Need(_At.OWN, (Kind.UNSHARD,)),),
-}
-
-
 def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iterator[Action]:
     """Yield the actions that must have ended before ``action`` starts.
 
@@ -140,14 +81,14 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     yielded; if ``present`` contains none of them, the last alternative is yielded. The UNSHARD that ``action`` needs
     depends on the order of the actions, so it is yielded only if ``present`` is an Index.
     """
-    for need in NEEDS.get(action.kind, ()):
-        if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:
+    for need in action.kind.row.needs:
+        if need.at is At.EVERY and action._replace(kind=need.kinds[0]) not in present:
             continue
-        if need.at is _At.NUMBERED:
+        if need.at is At.NUMBERED:
             numbered = (Action(action.stage, need.kinds[0], number) for number in count())
             yield from takewhile(present.__contains__, numbered)
             continue
-        if need.at is _At.GATHER:
+        if need.at is At.GATHER:
             if isinstance(present, Index) and present.has_gathers[action.stage]:
                 yield Action(action.stage, need.kinds[0], present.gather_of(action))
             continue
@@ -156,27 +97,27 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
             yield next((form for form in forms if form in present), forms[-1])
 
 
-def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
+def _ends_of(action: Action, at: At, graph: StageGraph) -> tuple[int, ...]:
     match at:
-        case _At.PRODUCERS:
+        case At.PRODUCERS:
             return graph.producers[action.stage]
-        case _At.CONSUMERS:
+        case At.CONSUMERS:
             return graph.consumers[action.stage]
-        case _At.PEER:
+        case At.PEER:
             return () if action.peer is None else (action.peer,)
-        case _At.EVERY:
+        case At.EVERY:
             return tuple(range(len(graph.producers)))
     return (action.stage,)
 
 
-def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
+def _form(action: Action, at: At, kind: Kind, end: int) -> Action:
     """Build the action of the given kind that ``action`` may need.
 
     - If ``at`` is PEER, ``action`` is a receive: return the matching send on stage ``end``.
     - If ``kind`` is a receive, return the receive from stage ``end`` on the action's own stage.
     - Otherwise, return the action of this kind on stage ``end``.
     """
-    if at is _At.PEER:
+    if at is At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
     if kind in OTHER_END:
         return Action(action.stage, kind, action.microbatch, end)
@@ -187,8 +128,7 @@ class Index:
     """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
     The table has a slot for each (kind, edge, micro-batch) of transfers, and for each (kind, stage, micro-batch) of
-    other actions. Instead of the micro-batch, REDUCE uses the number of the bucket, and UNSHARD and RESHARD use the
-    number of the gather.
+    other actions. Kinds in ``NUMBERED`` use their own number instead of the micro-batch.
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -274,7 +214,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def most(self, kind: Kind) -> int:
-        """Return the number of table slots per stage for a kind. For REDUCE, this is the maximum number of buckets."""
+        """Return the number of table slots per stage for a kind: for those in ``NUMBERED``, the largest count."""
         return int(self._widths[CODES[kind]])
 
     @cached_property
@@ -310,7 +250,8 @@ class Index:
 
 
 _CODE_IS_TRANSFER = np.array([kind in OTHER_END for kind in Kind])
-_CODE_IS_OUTWARD = np.array([kind in (Kind.SEND_F, Kind.RECV_B) for kind in Kind])
+_TRANSFERS = [kind.row.transfer for kind in Kind]
+_CODE_IS_OUTWARD = np.array([way is not None and way.sends != way.backward for way in _TRANSFERS])
 
 
 class Requirements(NamedTuple):
@@ -328,17 +269,17 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
     pairs: list[tuple[Ints, Ints]] = []
     producers = graph.ends(graph.producers)
     consumers = graph.ends(graph.consumers)
-    for kind, rules in NEEDS.items():
+    for kind in Kind:
         rows = np.flatnonzero(columns.kind == CODES[kind])
         if not len(rows):
             continue
-        for need in rules:
-            if need.at is _At.EVERY:
+        for need in kind.row.needs:
+            if need.at is At.EVERY:
                 rows = rows[index.rows(need.kinds[0], columns.stage[rows], columns.microbatch[rows]) >= 0]
-            if need.at is _At.NUMBERED:
+            if need.at is At.NUMBERED:
                 pairs += _numbered(need.kinds[0], rows, columns.stage[rows], index)
                 continue
-            if need.at is _At.GATHER:
+            if need.at is At.GATHER:
                 pairs += _gathers(rows, columns.stage[rows], index)
                 continue
             stage = columns.stage[rows].astype(np.int64)
@@ -353,7 +294,7 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
 
 
 def _numbered(kind: Kind, rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the dependencies of rows that need all actions of a numbered kind, such as REDUCE, on their stage.
+    """Yield the dependencies of rows that need all actions of a kind in ``NUMBERED`` on their stage.
 
     For each number, yields (rows that need the action with this number, rows of the needed actions).
     """
@@ -372,28 +313,28 @@ def _gathers(rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints
 
 
 def _ends(
-    at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers: Sequence[Ints], num_stages: int
+    at: At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers: Sequence[Ints], num_stages: int
 ) -> Iterator[Ints]:
     match at:
-        case _At.OWN:
+        case At.OWN:
             yield stage
-        case _At.PEER:
+        case At.PEER:
             yield peer
-        case _At.PRODUCERS:
+        case At.PRODUCERS:
             yield from (ends[stage] for ends in producers)
-        case _At.CONSUMERS:
+        case At.CONSUMERS:
             yield from (ends[stage] for ends in consumers)
-        case _At.EVERY:
+        case At.EVERY:
             yield from (np.full(len(stage), end) for end in range(num_stages))
 
 
-def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
+def _first_form(need: Need, columns: Columns, ends: Ints, index: Index) -> Ints:
     """Return, for each action, the row of the first alternative of ``need`` that the program has; -1 if none."""
     first_rows = np.full(len(ends), -1, np.int64)
     for kind in need.kinds:
         if not index.has(kind):
             continue
-        if need.at is _At.PEER:
+        if need.at is At.PEER:
             rows = index.rows(kind, ends, columns.microbatch, columns.stage)
         elif kind in OTHER_END:
             rows = index.rows(kind, columns.stage, columns.microbatch, ends)

@@ -8,12 +8,14 @@ import numpy as np
 
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import Columns, Ints, Mask
-from pipesched.program.actions import KINDS, Action, Holding, Kind
+from pipesched.program.actions import Action, Holding, Kind
 
 __all__ = ["Held", "bytes_held", "pairs_held", "peak_in_flight", "peaks_of_stages", "rank_limits", "versions_held"]
 
-_ENDS = tuple(kind for kind, row in KINDS.items() if Holding.WEIGHT_GRAD in row.gives)
-_TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INPUT: Kind.F}
+_TAKERS = {held: tuple(kind for kind in Kind if kind.row.takes is held) for held in Holding}
+_GIVERS = {held: tuple(kind for kind in Kind if held in kind.row.gives) for held in Holding}
+_ENDS = _GIVERS[Holding.WEIGHT_GRAD]
+_OF_A_PAIR = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
 
 class Held(NamedTuple):
@@ -108,23 +110,21 @@ def bytes_held(
     pairs = _Pairs.of(columns)
     takes = np.zeros(len(columns), np.int64)
     gives = np.zeros(len(columns), np.int64)
-    for holding, taker in _TAKERS.items():
+    forward = columns.are(Kind.F)
+    for holding in _OF_A_PAIR:
         size = np.asarray(sizes[holding], np.int64)[columns.stage]
-        taking = columns.are(taker)
-        if taker is Kind.F:
-            taking = taking & (pairs.recomputed == (holding is Holding.INPUT))
-        if holding is Holding.ACTIVATIONS:
-            taking = taking | columns.are(Kind.R)
-        givers = tuple(kind for kind, row in KINDS.items() if holding in row.gives)
-        giving = _firsts(pairs.pair, columns.are(*givers) & _any_of(pairs.pair, taking))
+        taking = columns.are(*_TAKERS[holding])
+        if holding is Holding.INPUT:
+            taking = taking | (forward & pairs.recomputed)
+        elif holding is Holding.ACTIVATIONS:
+            taking = taking & ~(forward & pairs.recomputed)
+        giving = _firsts(pairs.pair, columns.are(*_GIVERS[holding]) & _any_of(pairs.pair, taking))
         takes += np.where(taking, size, 0)
         gives += np.where(giving | (taking & ~pairs.ended), size, 0)
-    away = np.asarray(sizes[Holding.OFFLOADED], np.int64)[columns.stage]
-    takes += np.where(columns.are(Kind.FETCH), away, 0)
-    gives += np.where(columns.are(Kind.FREE), away, 0)
-    whole = np.asarray(sizes[Holding.GATHERED], np.int64)[columns.stage]
-    takes += np.where(columns.are(Kind.UNSHARD), whole, 0)
-    gives += np.where(columns.are(Kind.RESHARD), whole, 0)
+    for holding in (Holding.OFFLOADED, Holding.GATHERED):
+        size = np.asarray(sizes[holding], np.int64)[columns.stage]
+        takes += np.where(columns.are(*_TAKERS[holding]), size, 0)
+        gives += np.where(columns.are(*_GIVERS[holding]), size, 0)
     if columns.are(Kind.UPDATE).any():
         size = np.asarray(sizes[Holding.WEIGHTS], np.int64)
         for stage, begin, end in _stashes(columns, versions):

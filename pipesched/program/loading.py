@@ -9,7 +9,7 @@ from os import PathLike
 from pipesched.checks import as_path, shown
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import Orders
-from pipesched.program.actions import KINDS, Action, Kind, Lane
+from pipesched.program.actions import Action, Kind, Lane
 from pipesched.program.program import Program
 
 __all__ = ["load_program"]
@@ -21,7 +21,7 @@ _NAMES = {
     "FULL_BACKWARD": Kind.B,
     "BACKWARD_INPUT": Kind.I,
     "BACKWARD_WEIGHT": Kind.W,
-} | {str(kind): kind for kind, row in KINDS.items() if row.lane is Lane.COMPUTE}
+} | {str(kind): kind for kind in Kind if kind.row.lane is Lane.COMPUTE}
 _NOT_OURS = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"}
 _Place = tuple[int, int, Action]  # row and column, both counted from 1, and the action
 

@@ -14,7 +14,10 @@ from pipesched.program.action_arrays import Ints
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program, marked_grid
 
-__all__ = ["check_reductions", "early_stages", "last_gradients"]
+__all__ = ["SUM_USES", "check_reductions", "early_stages", "last_gradients", "reduction_rows"]
+
+#: The kinds that use the sum of a stage's gradients over all micro-batches.
+SUM_USES = (Kind.REDUCE, *(kind for kind in Kind if any(Kind.REDUCE in need.kinds for need in kind.row.needs)))
 
 
 def last_gradients(program: Program) -> Ints:
@@ -23,6 +26,12 @@ def last_gradients(program: Program) -> Ints:
     rows = np.flatnonzero(program.columns.are(Kind.B, Kind.W))
     last[program.columns.stage[rows]] = rows  # if a stage has several rows, numpy keeps the last one
     return last
+
+
+def reduction_rows(program: Program, stage: int) -> Ints:
+    """Return the rows of a stage's REDUCEs, in the order of their buckets."""
+    count = program.buckets[stage]
+    return program.index.rows(Kind.REDUCE, np.full(count, stage), np.arange(count))
 
 
 def early_stages(program: Program) -> frozenset[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesched.program.action_arrays import Columns, Ints
-from pipesched.program.actions import Kind
+from pipesched.program.actions import RECEIVES, Kind
 from pipesched.program.program import Program
 
 __all__ = ["Timing", "Walked", "walk"]
@@ -55,6 +55,8 @@ class _Waits(NamedTuple):
     others: dict[int, list[tuple[int, Any]]]
 
 
+_QUEUED = tuple(kind for kind in Kind if kind.row.queue is not None)
+
 # How `walk` treats an action, stored as one byte per action.
 _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 
@@ -64,8 +66,8 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
 
     An action starts when its rank is free and the results that it needs have arrived. Only compute actions and FREE
     (which waits for a copy to the host) keep a rank busy. A send, OFFLOAD or FETCH is queued on its link when the rank
-    reaches it, and does not block the rank. A REDUCE or UNSHARD does not block its rank either, and starts when the
-    rank's previous collective has ended. Overlapping actions start together and end together.
+    reaches it, and does not block the rank. A collective does not block its rank either, and starts when the rank's
+    previous collective has ended. Overlapping actions start together and end together.
     """
     orders = program.orders
     total = len(program.columns)
@@ -135,7 +137,7 @@ class _Links:
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
         """Return the start and end of a transfer that is ready at ``start``. Earlier transfers on its link come first.
 
-        A REDUCE or UNSHARD counts as a transfer on a link of its rank.
+        A collective counts as a transfer on a link of its rank.
         """
         link = self._link[row] if self._link else -1
         if link < 0:
@@ -157,8 +159,8 @@ def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
 
 def _roles(columns: Columns) -> bytes:
     roles = np.full(len(columns), _COMPUTES, np.int8)
-    roles[columns.are(Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE, Kind.UNSHARD)] = _SENDS
-    roles[columns.are(Kind.RECV_F, Kind.RECV_B)] = _RECEIVES
+    roles[columns.are(*RECEIVES)] = _RECEIVES
+    roles[columns.are(*_QUEUED)] = _SENDS
     roles[columns.overlapping] = _OVERLAPS
     return roles.tobytes()
 

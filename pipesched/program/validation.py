@@ -11,7 +11,7 @@ import numpy as np
 
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program.action_arrays import Mask
-from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind
+from pipesched.program.actions import NUMBERED, OTHER_END, SENDS, Action, Kind
 from pipesched.program.dependencies import BACKWARDS
 from pipesched.program.gathers import check_gathers
 from pipesched.program.liveness import pairs_held, peak_in_flight, rank_limits
@@ -21,10 +21,11 @@ from pipesched.program.traversal import walk
 from pipesched.program.weight_versions import check_versions
 from pipesched.units import counted
 
-__all__ = ["check_order", "deadlock_error", "validate"]
+__all__ = ["WORK", "check_order", "deadlock_error", "validate"]
 
 _SHOWN = 16  # largest number of list entries that an error shows
-_WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
+#: The kinds of which each (stage, micro-batch) pair runs an F, and either a B or both an I and a W.
+WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = None, exact: bool = False) -> None:
@@ -136,9 +137,8 @@ def _check_numbered(program: Program) -> None:
         row = _first(of_kind & (columns.microbatch >= counts[columns.stage]))
         if row is not None:
             action = columns.action(row)
-            units = "buckets" if kind is Kind.REDUCE else f"{kind}s"
             raise ScheduleError(
-                f"{_place(program, row)}: the {units} of a stage must be numbered from 0 without a gap; got {action}, "
+                f"{_place(program, row)}: the {kind}s of a stage must be numbered from 0 without a gap; got {action}, "
                 f"but stage {action.stage} has only {counted(int(counts[action.stage]), kind)}. Renumber them, or add "
                 f"the missing {kind}s." + _grid(program, row)
             )
@@ -190,7 +190,7 @@ def check_complete(program: Program) -> None:
             f"{_place(program, row)}: the stage graph has no edge for {action}. Correct or remove {action}."
             + _grid(program, row)
         )
-    has = {kind: index.grid(kind) >= 0 for kind in _WORK}
+    has = {kind: index.grid(kind) >= 0 for kind in WORK}
     split = (has[Kind.I] & has[Kind.W] & ~has[Kind.B]) | (has[Kind.B] & ~has[Kind.I] & ~has[Kind.W])
     none = ~(has[Kind.B] | has[Kind.I] | has[Kind.W])
     due = has[Kind.F] & (none if program.forward_only else split)
@@ -198,7 +198,7 @@ def check_complete(program: Program) -> None:
     row = _first(~good.ravel())
     if row is not None:
         stage, microbatch = divmod(row, program.num_microbatches)
-        kinds = {kind for kind in _WORK if has[kind][stage, microbatch]}
+        kinds = {kind for kind in WORK if has[kind][stage, microbatch]}
         raise ScheduleError(_incomplete(program, stage, microbatch, kinds))
 
 
@@ -338,7 +338,7 @@ def check_transfers(program: Program) -> None:
     """
     if not program.index.has(*OTHER_END):
         return
-    for send in (Kind.SEND_F, Kind.SEND_B):
+    for send in SENDS:
         if program.index.has(send):
             _check_channels(program, send)
     _check_transferred(program)

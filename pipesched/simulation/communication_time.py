@@ -10,7 +10,7 @@ _SOON = 0.05  # the tolerance of `_is_awaited`, as a fraction of the gather's ti
 
 
 class CommunicationTime(NamedTuple):
-    """The time in seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
+    """The time in seconds of a rank's reductions and gathers, divided into three parts.
 
     A reduction is exposed once all ranks have run their last forward or backward. A gather is exposed if the rank's
     next action starts when the gather ends. The exposed time of gathers is an upper bound, because the rank may be

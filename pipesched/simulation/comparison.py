@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pipesched.errors import InputError
-from pipesched.program.actions import Kind
-from pipesched.simulation.costs import Costs
+from pipesched.program.actions import Kind, Lane
+from pipesched.simulation.costs import BY_BUCKET, Costs
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 
@@ -131,19 +131,13 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
             parts = (profiled.input_grad_s[stage], profiled.weight_grad_s[stage]) if profiled else (1, 0)
             inputs[stage] = whole[stage] * parts[0] / sum(parts) if any(parts) else whole[stage]
             weights[stage] = whole[stage] - inputs[stage]
-    times: dict[str, Any] = {
-        "forward_s": medians(Kind.F),
-        "input_grad_s": inputs,
-        "weight_grad_s": weights,
-        "backward_s": whole,
-        "recompute_s": medians(Kind.R),
-        "norm_s": medians(Kind.NORM),
-        "update_s": medians(Kind.UPDATE),
-    }
-    if any(Kind.REDUCE in trace.kinds for trace in traces):
-        times["reduce_s"] = _bucket_times(traces, num_stages)
-    if any(Kind.UNSHARD in trace.kinds for trace in traces):
-        times["unshard_s"] = _gather_times(traces, num_stages)
+    found: dict[Kind, Any] = {kind: medians(kind) for kind in Kind if kind.row.lane is Lane.COMPUTE}
+    found |= {Kind.B: whole, Kind.I: inputs, Kind.W: weights}
+    for kind in {span.action.kind for trace in traces for row in trace.collectives_by_rank for span in row}:
+        found[kind] = _collective_times(traces, kind, num_stages)
+    times: dict[str, Any] = {kind.row.costs[0]: own for kind, own in found.items() if kind.row.costs}
+    others = {str(kind): own for kind, own in found.items() if not kind.row.costs}
+    times["other_s"] = {**profiled.other_s, **others} if profiled else others
     if profiled is None:
         return Costs(**times)
     overheads = profiled.overheads and replace(profiled.overheads, crowding=())  # measured times include crowding
@@ -155,22 +149,18 @@ def quote_off(share: float | None) -> str:
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # + 0.0 converts -0.0 to 0.0
 
 
-def _bucket_times(traces: Sequence[Trace], num_stages: int) -> list[list[float]]:
-    """Return the median time in seconds of each bucket's reductions, for each stage."""
+def _collective_times(traces: Sequence[Trace], kind: Kind, num_stages: int) -> list[Any]:
+    """Return the median time in seconds of each stage's collectives of a kind; 0 for a stage without such collectives.
+
+    If the time of the kind depends on the bucket, return the median of each bucket instead, for each stage.
+    """
     seen: list[dict[int, list[float]]] = [{} for _ in range(num_stages)]
     for span in chain.from_iterable(trace.spans for trace in traces):
-        if span.action.kind is Kind.REDUCE:
+        if span.action.kind is kind:
             seen[span.action.stage].setdefault(span.action.microbatch, []).append(span.end_s - span.start_s)
-    return [[median(times) for _, times in sorted(own.items())] for own in seen]
-
-
-def _gather_times(traces: Sequence[Trace], num_stages: int) -> list[float]:
-    """Return the median time in seconds of each stage's gathers; 0 for a stage without gathers."""
-    seen: list[list[float]] = [[] for _ in range(num_stages)]
-    for span in chain.from_iterable(trace.spans for trace in traces):
-        if span.action.kind is Kind.UNSHARD:
-            seen[span.action.stage].append(span.end_s - span.start_s)
-    return [median(own) if own else 0.0 for own in seen]
+    if kind in BY_BUCKET:
+        return [[median(times) for _, times in sorted(own.items())] for own in seen]
+    return [median(chain.from_iterable(own.values())) if own else 0.0 for own in seen]
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:

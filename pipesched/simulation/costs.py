@@ -1,17 +1,17 @@
 """Costs: the times and sizes of each stage, from which the simulation predicts a step."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pipesched.checks import LARGEST, LARGEST_SIZE, check_number, check_size, check_type, is_count, shown
+from pipesched.checks import LARGEST, LARGEST_SIZE, as_list, check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import maybe
 from pipesched.program.actions import Action, Holding, Kind
 from pipesched.simulation.links import Links, plain
 from pipesched.simulation.overheads import Overheads
 
-__all__ = ["Costs", "check_costs"]
+__all__ = ["BY_BUCKET", "Costs", "check_costs"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Costs:
         gathered_bytes: size of the other replicas' parts of the weights, held from UNSHARD to RESHARD in addition to
             ``weight_bytes``. ``weight_bytes`` is then the size of this replica's own part.
         gather_s: time to gather the updated weights from all replicas at the end of each UPDATE (``zero=1`` or 2).
+        other_s: times of kinds of actions that have no field of their own, keyed by the kind's text: a tuple with one
+            number per stage, such as ``{"FREE": (0.1, 0.2)}``. Default: {}, no time.
 
     Raises:
         ScheduleError: for tuples of different lengths, and for numbers that are negative, infinite, NaN or too large.
@@ -115,6 +117,7 @@ class Costs:
     unshard_s: tuple[float, ...] = ()
     gathered_bytes: tuple[int, ...] = ()
     gather_s: tuple[float, ...] = ()
+    other_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -142,8 +145,26 @@ class Costs:
                 columns = zip(*(getattr(self, part) for part in parts), strict=True)
                 object.__setattr__(self, name, tuple(map(sum, columns)))
         self._check(_SUMS)
+        object.__setattr__(self, "other_s", self._checked_others())
         for name in _SCALARS:
             check_number(getattr(self, name), name)
+
+    def _checked_others(self) -> dict[str, tuple[float, ...]]:
+        """Return ``other_s`` with plain numbers. Raises ScheduleError for a wrong kind or wrong times."""
+        rule = "other_s must map kinds of actions that have no field of their own to one time per stage"
+        remedy = f"use only the kinds {', '.join(_OTHERS)}"
+        if not isinstance(self.other_s, Mapping) or not set(_OTHERS).issuperset(self.other_s):
+            raise ScheduleError(f"{rule}; got {shown(self.other_s)}; {remedy}")
+        others = {}
+        for name, values in self.other_s.items():
+            others[name] = times = tuple(map(plain, as_list(values, rule, "pass a list of times")))
+            if len(times) != self.num_stages:
+                raise ScheduleError(
+                    f"{rule}; forward_s has {self.num_stages}, {name} has {len(times)}; make the numbers agree"
+                )
+            for stage, time_s in enumerate(times):
+                check_number(time_s, f"{name} of stage {stage}")
+        return others
 
     def _check(self, names: Iterable[str]) -> None:
         for name in names:
@@ -196,27 +217,35 @@ class Costs:
                 f"num_stages must be a whole number, at least 1; got {shown(num_stages)}; pass 1 or more"
             )
         costs = {"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1, **costs}
+        if isinstance(others := costs.get("other_s"), Mapping):
+            costs["other_s"] = {name: (value,) * num_stages for name, value in others.items()}
         spread: dict[str, Any] = {
             name: (value,) * num_stages if name in _COLUMNS else value for name, value in costs.items()
         }
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """Return the time in seconds of an action of this kind on each stage; () for transfers and for REDUCE.
+        """Return the time in seconds of an action of this kind on each stage.
 
-        An UPDATE includes ``gather_s``.
+        Returns () for transfers, and for REDUCE, whose time depends on the bucket. An UPDATE includes ``gather_s``.
         """
-        if kind is Kind.UPDATE and any(self.gather_s):
-            return tuple(map(sum, zip(self.update_s, self.gather_s, strict=True)))
-        name = _TIME_OF.get(kind)
-        times: tuple[float, ...] = getattr(self, name) if name else ()
-        return times
+        names = kind.row.costs
+        if not names:
+            return self.other_s.get(kind, ())
+        if kind in BY_BUCKET:
+            return ()
+        first, *more = (getattr(self, name) for name in names)
+        used = [times for times in more if any(times)]
+        return tuple(map(sum, zip(first, *used, strict=True))) if used else first
 
     def seconds(self, action: Action) -> float:
         """Return the time of an action in seconds; 0 for transfers between stages."""
-        times = self.reduce_s[action.stage] if action.kind is Kind.REDUCE else self.times(action.kind)
-        at = action.microbatch if action.kind is Kind.REDUCE else action.stage
-        return times[at] if times else 0
+        stage, kind, number, _ = action
+        if kind in BY_BUCKET:
+            of_buckets: tuple[float, ...] = getattr(self, kind.row.costs[0])[stage]
+            return of_buckets[number] if of_buckets else 0
+        times = self.times(kind)
+        return times[stage] if times else 0
 
     def sizes(self) -> dict[Holding, tuple[int, ...]]:
         """Return the bytes that each stage holds per micro-batch, or per version of the weights, keyed by purpose."""
@@ -237,17 +266,23 @@ class Costs:
         check_number(factor, "the factor")
         times: dict[str, Any] = {
             name: tuple(value * factor for value in getattr(self, name))
-            for name in (*_TIME_OF.values(), "waiting_s", "gather_s")
+            for name in ("waiting_s", *(name for name in _TIMES if name not in _BY_BUCKET))
         }
         times["reduce_s"] = tuple(tuple(value * factor for value in own) for own in self.reduce_s)
+        times["other_s"] = {name: tuple(value * factor for value in own) for name, own in self.other_s.items()}
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain lists and numbers for JSON. Fields for reductions and gathers are left out if unused."""
+        """Convert to plain lists and numbers for JSON.
+
+        Fields for reductions, gathers and kinds without a field of their own are left out if unused.
+        """
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _BY_BUCKET:
             own = values.pop(name)
             values |= {name: [*map(list, own)]} if any(own) else {}
+        others = values.pop("other_s")
+        values |= {"other_s": {name: list(own) for name, own in others.items()}} if others else {}
         for name in _OF_GATHERS:
             if not any(values[name]):
                 del values[name]
@@ -289,18 +324,6 @@ def _check_buckets(name: str, values: tuple[tuple[Any, ...], ...], check: Callab
             check(value, f"{name} of stage {stage}" + (f", bucket {bucket}," if len(own) > 1 else ""))
 
 
-_TIME_OF = {
-    Kind.F: "forward_s",
-    Kind.B: "backward_s",
-    Kind.I: "input_grad_s",
-    Kind.W: "weight_grad_s",
-    Kind.R: "recompute_s",
-    Kind.NORM: "norm_s",
-    Kind.UPDATE: "update_s",
-    Kind.OFFLOAD: "offload_s",
-    Kind.FETCH: "fetch_s",
-    Kind.UNSHARD: "unshard_s",
-}
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
 _SUMS = {  # fields whose default is the sum of other fields
     "backward_s": ("input_grad_s", "weight_grad_s"),
@@ -312,6 +335,11 @@ _SUMS = {  # fields whose default is the sum of other fields
 }
 _SCALARS = ("transfer_s", "overlap")
 _BY_BUCKET = ("reduce_s", "reduce_bytes")
+#: The kinds whose time depends on the bucket.
+BY_BUCKET = tuple(kind for kind in Kind if not set(kind.row.costs).isdisjoint(_BY_BUCKET))
+#: The kinds whose time is in `Costs.other_s`.
+_OTHERS = [str(kind) for kind in Kind if not (kind.row.costs or kind.row.transfer)]
+_TIMES = {name for kind in Kind for name in kind.row.costs}
 _OF_GATHERS = ("unshard_s", "gathered_bytes", "gather_s")
-_COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads")]
+_COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads", "other_s")]
 _ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_BY_BUCKET)]

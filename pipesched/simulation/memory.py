@@ -12,10 +12,11 @@ import numpy as np
 
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import Columns, Ints, Mask
-from pipesched.program.actions import OTHER_END, Holding, Kind
+from pipesched.program.actions import OTHER_END, RECEIVES, Holding, Kind
 from pipesched.program.liveness import bytes_held
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
+from pipesched.program.reductions import SUM_USES
 from pipesched.program.tree_groups import copies_held, num_tree_groups
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.replica_memory import ReplicaMemory, held_with_replicas
@@ -25,6 +26,8 @@ __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
 #: The number of receives that a process posts in advance on each channel.
 AHEAD = 4
+#: The kinds that have a transient of their own.
+_TRANSIENT = tuple(kind for kind in Kind if kind.row.transient)
 _HEADER_BYTES = 64  # size of the header of each message between processes
 
 
@@ -316,7 +319,7 @@ def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first:
 def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
     """Subtract the sums of subtrees from the bytes held, before the first action that uses the sum of all gradients."""
     columns = program.columns
-    rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.NORM, Kind.UPDATE))
+    rows = np.flatnonzero(columns.are(*SUM_USES))
     rows = rows[np.unique(columns.stage[rows], return_index=True)[1]]
     change[rows - 1] -= copies_held(num_tree_groups(program.num_microbatches) - 1) * whole[columns.stage[rows]]
 
@@ -328,16 +331,9 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     """
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
-    for kind, name in (
-        (Kind.F, "forward"),
-        (Kind.R, "forward"),
-        (Kind.B, "backward"),
-        (Kind.I, "input_grad"),
-        (Kind.W, "weight_grad"),
-        (Kind.UPDATE, "update"),
-    ):
+    for kind in _TRANSIENT:
         rows = columns.are(kind)
-        found[rows] = sizes[f"{name}_transient_bytes"][stage[rows]]
+        found[rows] = sizes[kind.row.transient][stage[rows]]
     updates = np.bincount(stage[columns.are(Kind.UPDATE)], minlength=int(stage.max(initial=0)) + 1)
     versioned = (updates > 1)[stage]
     whole = sizes["gradient_bytes"]
@@ -392,7 +388,7 @@ class _Received(NamedTuple):
     def of(cls, program: Program, sizes: _Sizes) -> "_Received":
         """Return the receives that ``lower`` adds to a program without transfers."""
         columns = lower(program).columns
-        at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
+        at = np.flatnonzero(columns.are(*RECEIVES))
         received = columns[at]
         # The number of program actions before the receive.
         place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[at]

@@ -9,20 +9,27 @@ from numpy.typing import NDArray
 
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES, Ints
-from pipesched.program.actions import NUMBERED, Kind
+from pipesched.program.actions import BACKWARD_MESSAGES, NUMBERED, Kind, Queue
+from pipesched.program.dependencies import BACKWARDS
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program, check_program
-from pipesched.program.reductions import early_stages, last_gradients
+from pipesched.program.reductions import early_stages, last_gradients, reduction_rows
 from pipesched.program.traversal import Timing, Walked, walk
 from pipesched.program.validation import check_order, deadlock_error
 from pipesched.simulation.bounds import program_bound
-from pipesched.simulation.costs import Costs, check_costs
+from pipesched.simulation.costs import BY_BUCKET, Costs, check_costs
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.trace import Spans, Trace
 from pipesched.units import counted
 
 __all__ = ["message_times", "simulate", "simulate_with_bound", "step_time"]
+
+#: The kinds that occupy each of a rank's own links.
+_OWN_LINKS = tuple(
+    tuple(kind for kind in Kind if kind.row.queue is queue)
+    for queue in (Queue.TO_HOST, Queue.FROM_HOST, Queue.COLLECTIVES)
+)
 
 _ROUNDS = 12  # maximum number of repetitions of a simulation in which ranks slow each other down
 _BOUND_EFFORT = 1_000_000  # about 0.1 s
@@ -34,8 +41,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
-    and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
-    no rank either, but a rank runs these collectives one after the other. With ``costs.overheads``, an action also
+    and without explicit transfers. If links are contended, a message also occupies its link. Collectives occupy no
+    rank either, but a rank runs its collectives one after the other. With ``costs.overheads``, an action also
     takes time to start, and to receive and send messages, and is slower while other ranks of its host compute.
 
     ::
@@ -148,19 +155,19 @@ def _timing(program: Program, costs: Costs) -> Timing:
 
 
 def _add_reductions(program: Program, costs: Costs, seconds: NDArray[Any]) -> None:
-    """Set the times of the REDUCEs in ``seconds``. Raises ScheduleError if costs and program have different buckets."""
+    """Set the times of reductions in ``seconds``. Raises ScheduleError if costs and program have different buckets."""
     for stage, (times, count) in enumerate(zip(costs.reduce_s, program.buckets, strict=True)):
         if times and count and len(times) != count:
             raise ScheduleError(
                 f"costs must have a time for each bucket of a stage; stage {stage} has {count} REDUCEs, but "
                 f"{len(times)} times in reduce_s; make the numbers agree"
             )
-    for row in np.flatnonzero(program.columns.are(Kind.REDUCE)).tolist():
+    for row in np.flatnonzero(program.columns.are(*BY_BUCKET)).tolist():
         seconds[row] = costs.seconds(program.columns.action(row))
 
 
 def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
-    """Return, keyed by row, how many seconds each REDUCE can start before its stage's last backward ends.
+    """Return, keyed by row, how many seconds each reduction can start before its stage's last backward ends.
 
     A backward is assumed to complete its buckets at equal intervals, the last one when the backward ends.
     """
@@ -168,9 +175,9 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
     leads: dict[int, Any] = {}
     for stage in early:
         count = program.buckets[stage]
-        rows = program.index.rows(Kind.REDUCE, np.full(count, stage), np.arange(count))
+        rows = reduction_rows(program, stage).tolist()
         backward = seconds[last_gradients(program)[stage]]
-        leads |= {row: backward * (count - 1 - bucket) / count for bucket, row in enumerate(rows.tolist())}
+        leads |= {row: backward * (count - 1 - bucket) / count for bucket, row in enumerate(rows)}
     return leads
 
 
@@ -179,11 +186,10 @@ def _own_links(program: Program) -> Ints | None:
 
     Each rank has three links: two to the host, one per direction, and one for its collectives.
     """
-    links = (Kind.OFFLOAD,), (Kind.FETCH,), (Kind.REDUCE, Kind.UNSHARD)
-    if not program.index.has(*chain.from_iterable(links)):
+    if not program.index.has(*chain.from_iterable(_OWN_LINKS)):
         return None
     occupied = np.full(len(program.columns), -1, np.int64)
-    for number, kinds in enumerate(links):
+    for number, kinds in enumerate(_OWN_LINKS):
         rows = program.columns.are(*kinds)
         ranks = program.orders.rank_of[rows]
         # The numbers of these links follow those of the links between ranks.
@@ -194,7 +200,7 @@ def _own_links(program: Program) -> Ints | None:
 def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "_Messages") -> NDArray[Any]:
     """Return the overhead of each compute action in seconds, including receiving its inputs and sending its outputs."""
     columns = program.columns
-    backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
+    backward = columns.are(*BACKWARDS, *BACKWARD_MESSAGES)
     # A number for each combination of stage, micro-batch and direction.
     microbatch = np.where(columns.are(*NUMBERED), 0, columns.microbatch)
     value = (columns.stage * program.num_microbatches + microbatch) * 2 + backward

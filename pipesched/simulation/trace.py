@@ -17,7 +17,8 @@ from pipesched.checks import LARGEST, as_list, as_path, check_number, check_type
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.program.action_arrays import CODES, Columns, Ints, Orders
-from pipesched.program.actions import KINDS, NUMBERED, OTHER_END, Action, Kind, Lane
+from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind, Lane
+from pipesched.program.dependencies import WEIGHT_USES
 from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_held
 from pipesched.simulation.communication_time import CommunicationTime
 from pipesched.simulation.costs import Costs, check_costs
@@ -136,7 +137,7 @@ def _times(values: list[Any]) -> Times:
 class Trace:
     """The times of a step's actions on all ranks, predicted or measured.
 
-    Bubble and busy times include compute spans only; the makespan also includes collectives (REDUCE, UNSHARD).
+    Bubble and busy times include compute spans only; the makespan also includes collectives.
 
     ::
 
@@ -190,7 +191,7 @@ class Trace:
     @cached_property
     def _rows(self) -> tuple[Spans, ...]:
         """Each rank's compute spans in time order."""
-        return self._of_ranks(*(kind for kind in Kind if KINDS[kind].lane is Lane.COMPUTE))
+        return self._of_ranks(*(kind for kind in Kind if kind.row.lane is Lane.COMPUTE))
 
     @cached_property
     def _holding(self) -> tuple[Spans, ...]:
@@ -206,7 +207,7 @@ class Trace:
     @cached_property
     def _collectives(self) -> tuple[Spans, ...]:
         """Each rank's collectives in time order; () if the trace has none."""
-        kinds = [kind for kind in self.kinds if KINDS[kind].lane is Lane.COLLECTIVE]
+        kinds = [kind for kind in self.kinds if kind.row.lane is Lane.COLLECTIVE]
         return self._of_ranks(*kinds) if kinds else ()
 
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
@@ -222,7 +223,7 @@ class Trace:
 
     @cached_property
     def collectives_by_rank(self) -> tuple[tuple[Span, ...], ...]:
-        """Each rank's reductions (REDUCE) and gathers (UNSHARD) in time order; () if the trace has none."""
+        """Each rank's collectives, such as reductions and gathers, in time order; () if the trace has none."""
         return tuple(map(tuple, self._collectives))
 
     @property
@@ -274,14 +275,14 @@ class Trace:
     def communication_times(self) -> tuple[CommunicationTime, ...]:
         """For each rank, the hidden and exposed time of its collectives; () if the trace has no collectives."""
         spans = Spans.of(self.spans)
-        gradients = spans.end_s[spans.columns.are(Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
+        gradients = spans.end_s[spans.columns.are(*WEIGHT_USES)]
         until_s = plain(gradients.max()) if len(gradients) else 0
         found = []
         for own, row in zip(self._collectives, self._rows, strict=False):  # () without collectives
             late = row.at(row.end_s > own.start_s.min()) if len(own) else row.at(slice(0))
-            reductions = own.at(own.columns.are(Kind.REDUCE))
-            gathers = own.at(own.columns.are(Kind.UNSHARD))
-            times = CommunicationTime.of(reductions.intervals(), late.intervals(), until_s, gathers.intervals())
+            awaited = own.columns.are(Kind.UNSHARD)
+            gathers, reductions = own.at(awaited).intervals(), own.at(~awaited).intervals()
+            times = CommunicationTime.of(reductions, late.intervals(), until_s, gathers)
             found.append(times)
         return tuple(found)
 
@@ -390,7 +391,7 @@ class Trace:
             pids: (process id of rank 0, difference between the ids of consecutive ranks).
 
         """
-        used = {Lane.COMPUTE, Lane.COPY, *(KINDS[kind].lane for kind in self.kinds)}
+        used = {Lane.COMPUTE, Lane.COPY, *(kind.row.lane for kind in self.kinds)}
         lanes = [lane for lane in Lane if lane in used]
         first, step = pids
         events: list[dict[str, Any]] = []

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from pipesched import Action, Kind
 from pipesched.errors import ScheduleError
-from pipesched.program.actions import KINDS, Holding, Lane
+from pipesched.program.actions import Holding, Lane
 from tests.support.random_programs import quick
 
 TRANSFERS = {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
@@ -81,10 +81,6 @@ def test_only_plain_digits_are_numbers():
         Action.parse("\N{ARABIC-INDIC DIGIT TWO}F0")
 
 
-def test_every_kind_has_a_row():
-    assert set(KINDS) == set(Kind)
-
-
 @pytest.mark.parametrize("kind", Kind)
 def test_transfers_and_copies_occupy_the_copy_lane_collectives_their_own_and_all_else_computes(kind):
     copies = {*TRANSFERS, Kind.OFFLOAD, Kind.FREE, Kind.FETCH, Kind.RESHARD}
@@ -95,5 +91,5 @@ def test_transfers_and_copies_occupy_the_copy_lane_collectives_their_own_and_all
 def test_what_a_pair_holds_is_all_given_back_by_either_form_of_backward():
     of_no_pair = {Holding.WEIGHTS, Holding.REDUCTION, Holding.GATHERED}
     of_a_pair = set(Holding) - of_no_pair - {Holding.OFFLOADED}  # the latter is a part of the activations
-    assert set(KINDS[Kind.B].gives) == set(KINDS[Kind.W].gives) == of_a_pair
-    assert Holding.WEIGHT_GRAD not in KINDS[Kind.I].gives
+    assert set(Kind.B.row.gives) == set(Kind.W.row.gives) == of_a_pair
+    assert Holding.WEIGHT_GRAD not in Kind.I.row.gives

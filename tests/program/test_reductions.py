@@ -110,7 +110,7 @@ def test_a_wrong_number_of_buckets_is_refused(buckets):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("0REDUCE0 ", "", "rank 0, position 2: the buckets .* got 0REDUCE1, but stage 0 has only 1 REDUCE. Renumber"),
+        ("0REDUCE0 ", "", "rank 0, position 2: the REDUCEs .* got 0REDUCE1, but stage 0 has only 1 REDUCE. Renumber"),
         ("0REDUCE1", "0REDUCE7", "got 0REDUCE7, but stage 0 has only 2 REDUCEs"),
         ("0REDUCE1", "0REDUCE0", "0REDUCE0 must run exactly once; it occurs 2 times"),
         ("0REDUCE0 0REDUCE1", "0REDUCE1 0REDUCE0", "position 3: .* ascending order; 0REDUCE0 comes after 0REDUCE1, at"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesched import Action, Costs
-from pipesched.errors import ScheduleError
+from pipesched import Action, Costs, Kind
+from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.program.actions import Holding
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Overheads
@@ -17,7 +17,7 @@ from tests.support.random_programs import quick
 
 NAMES = [field.name for field in fields(Costs)]
 SCALARS = ["transfer_s", "overlap"]
-BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links", "overheads"}]
+BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links", "overheads", "other_s"}]
 TIMES = [name for name in NAMES if name.endswith("_s")]
 SIZES = [name for name in NAMES if name.endswith("_bytes")]
 WRONG = [math.nan, math.inf, -math.inf, -1, "1", None, 1j]
@@ -35,6 +35,7 @@ def any_costs(draw):
     }
     links = draw(st.none() | st.just(Links.of_hosts(2, num_stages, between=Link(1, 2), special={(0, 1): Link(3)})))
     overheads = draw(st.none() | st.builds(Overheads, seconds, link=st.just(Link(1, 2)), crowding=st.just((1, 1.5))))
+    values["other_s"] = draw(st.sampled_from([{}, {"FREE": [2.5] * num_stages}]))
     return Costs(**values, transfer_s=draw(seconds), overlap=draw(st.floats(0, 1)), links=links, overheads=overheads)
 
 
@@ -92,6 +93,31 @@ def test_held_bytes_of_a_stage():
 def test_scaling_multiplies_times_and_leaves_sizes():
     costs = Costs((1, 2), (3, 4), (5, 6), (7, 8), (9, 10), 11, (12, 13))
     assert costs.scaled(2) == Costs((2, 4), (6, 8), (10, 12), (14, 16), (18, 20), 22, (12, 13))
+
+
+def test_a_kind_without_a_field_of_its_own_has_its_time_in_other_s():
+    costs = Costs.uniform(2, other_s={"FREE": 3})
+    assert costs.times(Kind.FREE) == (3, 3)
+    assert costs.seconds(Action(1, Kind.FREE, 5)) == 3
+    assert costs.times(Kind.RESHARD) == ()
+    assert costs.scaled(2).other_s == {"FREE": (6, 6)}
+    assert "other_s" not in Costs.uniform(2).to_dict()
+    assert hash(costs) == hash(Costs.uniform(2, other_s={"FREE": 3}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"F": (1, 1)}, "got {'F': .*use only the kinds FREE, RESHARD"),
+        ((1, 1), "got .*use only the kinds FREE, RESHARD"),
+        ({"FREE": 1}, "pass a list of times"),
+        ({"FREE": (1,)}, "forward_s has 2, FREE has 1; make the numbers agree"),
+        ({"FREE": (1, -1)}, "FREE of stage 1 is -1"),
+    ],
+)
+def test_wrong_times_of_other_kinds_are_refused(given, message):
+    with pytest.raises(PipeschedError, match=message):
+        Costs((1, 1), (1, 1), (1, 1), other_s=given)
 
 
 def test_fractions_stay_exact():

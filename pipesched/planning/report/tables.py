@@ -7,20 +7,19 @@ from typing import Any
 
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
-from pipesched.program.actions import Kind
+from pipesched.program.actions import Action, Kind
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
 from pipesched.simulation.communication import AxisCommunication
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
-from pipesched.viz.legend import KIND_NAMES
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
 
 _NOTABLE = 0.05  # relative prediction errors above this number are marked
 _TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
-_TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
+_TIMED = tuple(kind for kind in Kind if kind.row.label and kind.row.number == "micro-batch")
 _SHAPE = (
     "replicas",
     "zero",
@@ -180,7 +179,7 @@ def _stages(plan: Plan) -> Table:
         kept = Counter(treated[name].removesuffix("-cheap") for name in layers if name in treated)
         row |= {head: Cell(str(kept[word] or ""), kept[word]) for word, head in _TREATED.items()}
         if costs is not None:
-            row |= {str(kind): _time(costs.times(kind)[stage]) for kind in kinds}
+            row |= {str(kind): _time(costs.seconds(Action(stage, kind, 0))) for kind in kinds}
         if costs is not None and has_sizes:
             row |= {
                 "weights": _bytes(costs.weight_bytes[stage]),
@@ -233,7 +232,7 @@ def _memory(plan: Plan) -> Table | None:
 
 def _in_words(kinds: Iterable[Kind]) -> str:
     """Return the names of these kinds of actions, as a legend for the column headings."""
-    return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
+    return " ".join(f"{kind}: {kind.row.label}." for kind in kinds if kind.row.label)
 
 
 # ---- cells ----------------------------------------------------------------------------------------------------------

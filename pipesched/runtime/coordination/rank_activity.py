@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import distributed
 
-from pipesched.program.actions import Action, Kind
+from pipesched.program.actions import Action
 
 if TYPE_CHECKING:
     from pipesched.runtime.executors.interpreter import Stamps
@@ -62,7 +62,6 @@ _WAITING = tuple(
 _WAITING_ELSEWHERE = tuple(
     os.path.join(_PIPESCHED, "runtime", name, "") for name in ("coordination", "reductions", "transport")
 )
-_GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
 
 
 class State(NamedTuple):
@@ -177,14 +176,14 @@ class Activity:
         if isinstance(start, float):  # a host time; a device event cannot be read before the step ends
             seconds = time.perf_counter() - start
         action = stamps.order[position]
-        what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
+        what = f"{action} (stage {action.stage}, {action.kind.row.number} {action.microbatch})"
         return State(doing, what, place, seconds, last, self.method)
 
     def _last(self, done: Sequence[Action]) -> dict[str, str]:
         return {
-            self._names[self._placement[peer]]: f"{peer}{_GIVEN_BY[kind]}{microbatch}"
+            self._names[self._placement[peer]]: f"{peer}{kind.row.transfer.result_of}{microbatch}"
             for _, kind, microbatch, peer in done
-            if peer is not None and kind in _GIVEN_BY
+            if peer is not None and kind.row.transfer and not kind.row.transfer.sends
         }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.program.actions import Action, Kind
+from pipesched.program.actions import BACKWARD_MESSAGES, SENDS, Action
 from pipesched.program.program import Program
 from pipesched.runtime.executors.interpreter import Rank
 from pipesched.runtime.transport.channels import NORMS, Channels, Messages
@@ -22,9 +22,6 @@ from pipesched.tensors.payload import Payload, flatten
 __all__ = ["ChannelEnds", "OrderMessages", "channels_of", "digest_of", "look"]
 
 _LOG = logging.getLogger(__name__)
-
-_BACKWARD = (Kind.SEND_B, Kind.RECV_B)
-_OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
@@ -71,8 +68,8 @@ class OrderMessages:
         for stage, kind, microbatch, peer in order:
             if peer is not None:
                 channels = self._edges.setdefault(ranks[program.placement[peer]], {})
-                edge = channels.setdefault((kind in _OUTGOING, kind in _BACKWARD), [])
-                ends = (stage, peer) if kind in _OUTGOING else (peer, stage)
+                edge = channels.setdefault((kind in SENDS, kind in BACKWARD_MESSAGES), [])
+                ends = (stage, peer) if kind in SENDS else (peer, stage)
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
@@ -135,10 +132,10 @@ class ChannelEnds:
         self._wire = wire
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        return self._wire.sender(self._placement[action.peer or 0], action.kind is Kind.SEND_B)
+        return self._wire.sender(self._placement[action.peer or 0], action.kind in BACKWARD_MESSAGES)
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
+        return self._wire.receiver(self._placement[action.peer or 0], action.kind in BACKWARD_MESSAGES)
 
     def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
         wire = self._wire
@@ -156,9 +153,9 @@ class ChannelEnds:
 
 def channels_of(program: Program, ranks: Sequence[int]) -> set[Channel]:
     """Return the channels that a lowered program uses. ``ranks`` maps each rank of the program to its group rank."""
-    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
+    sends = program.columns[program.columns.are(*SENDS)]
     return {
-        Channel(ranks[program.placement[stage]], ranks[program.placement[peer]], kind is Kind.SEND_B)
+        Channel(ranks[program.placement[stage]], ranks[program.placement[peer]], kind in BACKWARD_MESSAGES)
         for stage, kind, _, peer in sends
         if peer is not None
     }

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from pipesched.errors import ExecutionError
-from pipesched.program.actions import Action, Kind
+from pipesched.program.actions import BACKWARD_MESSAGES, Action, At, Kind
+from pipesched.program.dependencies import WEIGHT_USES
 from pipesched.program.program import Program
 from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.tensors.payload import PerConsumer
@@ -20,6 +21,10 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 
 class StageLike(Protocol):
     """The methods of a stage that the actions call.
+
+    The row of a kind names the method that runs its actions (`Row.handler`). A handler that is not listed here is a
+    method that gets only the number of the action, and returns nothing. `Row.spans` names methods that wait for the
+    stage's collectives of a kind, and return the start and the end of each, keyed by the number of the action.
 
     ``arrived`` contains a value from each producing stage, and ``grads`` a gradient from each consuming stage.
     ``split`` states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes
@@ -36,31 +41,10 @@ class StageLike(Protocol):
         """B: return a gradient for each producing stage, and accumulate the weight gradients."""
 
     def last_backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """B: run the stage's last backward; start each REDUCE as soon as the gradients of its bucket are complete."""
+        """B: run the stage's last backward; start each reduction as soon as its gradients are complete."""
 
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
         """I: return a gradient for each producing stage."""
-
-    def weight_grad(self, microbatch: int) -> None:
-        """W: accumulate the weight gradients."""
-
-    def offload(self, microbatch: int) -> None:
-        """OFFLOAD: start copying activations to the host."""
-
-    def free(self, microbatch: int) -> None:
-        """FREE: wait for the copy to the host, then release the device memory."""
-
-    def fetch(self, microbatch: int) -> None:
-        """FETCH: start copying activations back to the device; the backward waits for the copies."""
-
-    def reduce(self, bucket: int) -> None:
-        """REDUCE: start summing the gradients of a bucket across replicas."""
-
-    def reduced(self) -> Mapping[int, tuple[Any, Any]]:
-        """Wait for the sums across replicas, and for weights that other replicas update.
-
-        Returns the start and the end of each bucket's sum, keyed by bucket.
-        """
 
     def unshard(self, number: int) -> None:
         """UNSHARD: start gathering weights that are split across replicas."""
@@ -70,9 +54,6 @@ class StageLike(Protocol):
 
     def reshard(self, number: int, *, last: bool) -> None:
         """RESHARD: free the gathered weights. ``last`` states whether this is the stage's last RESHARD in the step."""
-
-    def gathered(self) -> Mapping[int, tuple[Any, Any]]:
-        """Return the start and the end of each gather of this step."""
 
     def norm(self, number: int) -> Any:
         """NORM: return the norms of the gradients accumulated since the last update."""
@@ -232,19 +213,41 @@ class Rank:
         whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part of it
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
-        self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
+        stages_of = {kind: {action.stage for action in whole if action.kind is kind} for kind in Kind if kind.row.spans}
+        #: For each kind of collective that this rank runs, the stages that run it.
+        self._collectives = {kind: stages for kind, stages in stages_of.items() if stages}
         #: For each stage, the number of its last gather.
         self._last_gathers = {action.stage: action.microbatch for action in whole if action.kind is Kind.UNSHARD}
         self._unawaited: set[int] = set()  # stages with a gather that no bound action waits for
-        #: The last backward of each stage whose REDUCE actions start during that backward.
+        #: The last backward of each stage whose reductions start during that backward.
         self._last = {program.columns.action(int(last_gradients(program)[stage])) for stage in early_stages(program)}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
     def bind(self, order: Sequence[Action]) -> list[_Step]:
         """Return the calls of an order's actions. Binding the same order object again returns the same list."""
         if self._bound[0] is not order:
-            self._bound = order, [_BINDERS[action.kind](self, action) for action in order]
+            self._bound = order, [self._step(action) for action in order]
         return self._bound[1]
+
+    def _step(self, action: Action) -> _Step:
+        binder = _BINDERS.get(action.kind.row.handler)
+        if binder is not None:
+            return binder(self, action)
+        call = partial(getattr(self.stages[action.stage], action.kind.row.handler), action.microbatch)
+        return _Step(action, call, wait=self._wait(action))
+
+    def _wait(self, action: Action) -> Callable[[], Any] | None:
+        """Return a function that waits for the collectives that an action needs; None if no wait is needed."""
+        stage, kind, _, _ = action
+        own = self.stages[stage]
+        kinds = [one for need in kind.row.needs if need.at is At.NUMBERED for one in need.kinds]
+        waits = [getattr(own, one.row.spans) for one in kinds if one in self._collectives]
+        if kind in WEIGHT_USES and stage in self._unawaited:
+            self._unawaited.discard(stage)
+            waits.append(own.await_weights)
+        if len(waits) > 1:
+            return lambda: [wait() for wait in waits]
+        return waits[0] if waits else None
 
     def _edge(self, *ends: Any) -> _Edge:
         """Return the edge between two actions. The edge is created when the first of the two actions is bound."""
@@ -261,32 +264,20 @@ class Rank:
         call = partial(self.stages[stage].forward, microbatch, split=split, checkpointed=checkpointed)
         takes = [self._edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
         gives = [self._edge(stage, consumer, False, microbatch) for consumer in self._graph.consumers[stage]]
-        return _Step(action, call, takes, gives, self._await_weights(stage))
+        return _Step(action, call, takes, gives, self._wait(action))
 
     def _recompute(self, action: Action) -> _Step:
         stage, _, microbatch, _ = action
         split = (stage, self._pair(microbatch)) in self._split
         call = partial(self.stages[stage].recompute, microbatch, split=split)
-        return _Step(action, call, wait=self._await_weights(stage))
+        return _Step(action, call, wait=self._wait(action))
 
     def _backward(self, action: Action) -> _Step:
         stage, kind, microbatch, _ = action
-        own = self.stages[stage]
-        run = own.last_backward if action in self._last else own.backward if kind is Kind.B else own.input_grad
+        run = getattr(self.stages[stage], "last_backward" if action in self._last else kind.row.handler)
         takes = [self._edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [self._edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, partial(run, microbatch), takes, gives, self._await_weights(stage))
-
-    def _weight_grad(self, action: Action) -> _Step:
-        stage, _, microbatch, _ = action
-        return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
-
-    def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """Return a function that waits for the stage's weights; None if no wait is needed."""
-        if stage not in self._unawaited:
-            return None
-        self._unawaited.discard(stage)
-        return self.stages[stage].await_weights
+        return _Step(action, partial(run, microbatch), takes, gives, self._wait(action))
 
     def _unshard(self, action: Action) -> _Step:
         self._unawaited.add(action.stage)
@@ -297,20 +288,15 @@ class Rank:
         last = number == self._last_gathers[stage]
         return _Step(action, partial(self.stages[stage].reshard, number, last=last))
 
-    def _copy(self, action: Action) -> _Step:
-        stage = self.stages[action.stage]
-        copies = {Kind.OFFLOAD: stage.offload, Kind.FREE: stage.free, Kind.FETCH: stage.fetch}
-        return _Step(action, partial(copies[action.kind], action.microbatch))
-
-    def _reduce(self, action: Action) -> _Step:
-        return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
-
     def finish(self, stamps: Stamps) -> None:
-        """Wait for the reductions of an order, and record in ``stamps`` when its collectives ran."""
-        if not self._reduces and not self._last_gathers:
+        """Wait for the collectives of an order, and record in ``stamps`` when they ran."""
+        if not self._collectives:
             return
-        spans = {(Kind.REDUCE, stage): self.stages[stage].reduced() for stage in self._reduces}
-        spans |= {(Kind.UNSHARD, stage): self.stages[stage].gathered() for stage in self._last_gathers}
+        spans = {
+            (kind, stage): getattr(self.stages[stage], kind.row.spans)()
+            for kind, stages in self._collectives.items()
+            for stage in stages
+        }
         for position, (stage, kind, number, _) in enumerate(stamps.order):
             span = spans.get((kind, stage), {}).get(number)
             if span is not None:
@@ -320,42 +306,36 @@ class Rank:
         measure = partial(self.stages[action.stage].norm, action.microbatch)
         norms = self._norms
         call = measure if norms is None else lambda: norms.add(measure())
-        return _Step(action, call, wait=self.stages[action.stage].reduced if self._reduces else None)
+        return _Step(action, call, wait=self._wait(action))
 
     def _update(self, action: Action) -> _Step:
         update = partial(self.stages[action.stage].update, action.microbatch)
         norms = self._norms
         if norms is None:
-            return _Step(action, update, wait=self.stages[action.stage].reduced if self._reduces else None)
+            return _Step(action, update, wait=self._wait(action))
         return _Step(action, lambda: update(norms.all), wait=norms.wait)
 
     def _send(self, action: Action) -> _Step:
-        edge = self._edge(action.stage, _peer(action), action.kind is Kind.SEND_B, action.microbatch)
+        edge = self._edge(action.stage, _peer(action), action.kind in BACKWARD_MESSAGES, action.microbatch)
         return _Step(action, self._transport.sender(action), takes=[edge])
 
     def _receive(self, action: Action) -> _Step:
-        edge = self._edge(_peer(action), action.stage, action.kind is Kind.RECV_B, action.microbatch)
+        edge = self._edge(_peer(action), action.stage, action.kind in BACKWARD_MESSAGES, action.microbatch)
         return _Step(action, self._transport.receiver(action), gives=[edge])
 
 
-_BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
-    Kind.F: Rank._forward,
-    Kind.B: Rank._backward,
-    Kind.I: Rank._backward,
-    Kind.W: Rank._weight_grad,
-    Kind.R: Rank._recompute,
-    Kind.REDUCE: Rank._reduce,
-    Kind.UNSHARD: Rank._unshard,
-    Kind.RESHARD: Rank._reshard,
-    Kind.NORM: Rank._norm,
-    Kind.UPDATE: Rank._update,
-    Kind.OFFLOAD: Rank._copy,
-    Kind.FREE: Rank._copy,
-    Kind.FETCH: Rank._copy,
-    Kind.SEND_F: Rank._send,
-    Kind.SEND_B: Rank._send,
-    Kind.RECV_F: Rank._receive,
-    Kind.RECV_B: Rank._receive,
+#: Binds the handlers that get more than the number of the action, or whose results go to other actions.
+_BINDERS: dict[str, Callable[[Rank, Action], _Step]] = {
+    "forward": Rank._forward,
+    "backward": Rank._backward,
+    "input_grad": Rank._backward,
+    "recompute": Rank._recompute,
+    "unshard": Rank._unshard,
+    "reshard": Rank._reshard,
+    "norm": Rank._norm,
+    "update": Rank._update,
+    "send": Rank._send,
+    "receive": Rank._receive,
 }
 
 
@@ -384,9 +364,8 @@ def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
             starts[position] = now()
             value = call(*map(_taken, takes))
         except BaseException as error:
-            number_of = "update" if action.kind in (Kind.NORM, Kind.UPDATE) else "micro-batch"
             error.add_note(
-                f"in {action} (stage {action.stage}, {number_of} {action.microbatch}), "
+                f"in {action} (stage {action.stage}, {action.kind.row.number} {action.microbatch}), "
                 f"rank {rank.index}, position {position} of its order"
             )
             raise

@@ -22,7 +22,7 @@ from weakref import finalize, ref
 import torch
 
 from pipesched.errors import ExecutionError
-from pipesched.program.actions import OTHER_END, Action, Kind
+from pipesched.program.actions import OTHER_END, SENDS, Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children
 from pipesched.runtime.coordination.interpreter_exit import EXIT
@@ -215,7 +215,7 @@ _Channels = dict[tuple[int, int, Kind], "SimpleQueue[Message]"]
 
 def _channels(program: Program) -> _Channels:
     channels: _Channels = {}
-    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
+    sends = program.columns[program.columns.are(*SENDS)]
     for stage, kind, _, peer in sends:
         if peer is not None:
             channels.setdefault((program.placement[stage], program.placement[peer], kind), SimpleQueue())
