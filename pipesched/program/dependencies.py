@@ -269,10 +269,8 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
     pairs: list[tuple[Ints, Ints]] = []
     producers = graph.ends(graph.producers)
     consumers = graph.ends(graph.consumers)
-    for kind in Kind:
+    for kind in filter(index.has, Kind):
         rows = np.flatnonzero(columns.kind == CODES[kind])
-        if not len(rows):
-            continue
         for need in kind.row.needs:
             if need.at is At.EVERY:
                 rows = rows[index.rows(need.kinds[0], columns.stage[rows], columns.microbatch[rows]) >= 0]

@@ -145,7 +145,8 @@ class Costs:
                 columns = zip(*(getattr(self, part) for part in parts), strict=True)
                 object.__setattr__(self, name, tuple(map(sum, columns)))
         self._check(_SUMS)
-        object.__setattr__(self, "other_s", self._checked_others())
+        if self.other_s != {}:
+            object.__setattr__(self, "other_s", self._checked_others())
         for name in _SCALARS:
             check_number(getattr(self, name), name)
 

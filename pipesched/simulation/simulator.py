@@ -119,10 +119,10 @@ def _walked(program: Program, costs: Costs) -> Walked:
 def _timing(program: Program, costs: Costs) -> Timing:
     columns = program.columns
     seconds = np.zeros(len(columns), object)
-    for kind in Kind:
-        rows = columns.kind == CODES[kind]
+    for kind in filter(program.index.has, Kind):
         times = costs.times(kind)
-        if times and rows.any():
+        if times:
+            rows = columns.kind == CODES[kind]
             seconds[rows] = _exactly(times)[columns.stage[rows]]
     if any(program.buckets):
         _add_reductions(program, costs, seconds)
