@@ -92,9 +92,9 @@ release: $(VENV)/release ## Build sdist and wheel, check them, install the wheel
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python .ci/check_archives.py dist
 	$(PYTHON) -m venv runs/installed
-	@runs/installed/bin/python -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
+	@runs/installed/bin/python -m pip install --quiet --no-compile 'torch==$(TORCH)+cpu' 2>/dev/null \
 		|| echo 'no index offers a CPU build of torch $(TORCH)'
-	runs/installed/bin/python -m pip install --quiet 'pipesched[safetensors] @ file://$(CURDIR)/'$$(echo dist/*.whl)
+	runs/installed/bin/python -m pip install --quiet --no-compile 'pipesched[safetensors] @ file://$(CURDIR)/'$$(echo dist/*.whl)
 	cd runs && PATH="$(CURDIR)/runs/installed/bin:$$PATH" installed/bin/python -I $(CURDIR)/.ci/try_installed.py
 
 clean: ## Remove the environment, build outputs and caches.
