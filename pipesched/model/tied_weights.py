@@ -6,8 +6,7 @@ Parameter's ``.grad``; the Parameter's hooks run once. The result is therefore i
 calls run.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -176,13 +175,8 @@ class Ties:
                 leaf.requires_grad_(parameter.requires_grad)
                 _follow(leaf, parameter, self._devices.get(place, leaf.device))
 
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """After the ``with`` block, add the gradients of tied weights to ``.grad`` on the rank that uses them first.
-
-        Does nothing if the block raises an error. Collective.
-        """
-        yield
+    def deliver(self) -> None:
+        """Add the gradients of tied weights to ``.grad`` on the rank that uses them first. Collective."""
         pairs = [(tie, rank) for tie in self._all.values() for rank in tie.others()]
         moves: list[Move] = [(rank, tie.home, partial(tie.taken, rank)) for tie, rank in pairs]
         arrived: dict[nn.Parameter, dict[int, Any]] = {}

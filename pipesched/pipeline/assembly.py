@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,11 +40,9 @@ from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets, local
-from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -55,7 +52,6 @@ from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
-from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
@@ -144,7 +140,7 @@ class Assembly:
         program = programs.connect(spec.layered.edges(self.cut), self.cut)
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host.collectives)
-        self._weight_copies = WeightCopies(host.collectives, self.ties.own)
+        self.weight_copies = WeightCopies(host.collectives, self.ties.own)
         if host.sums is not None:
             check_replicas(spec.model, programs, spec.batch_norm)
         once = stage_cut.gather_once if spec.gather_once is None else spec.gather_once
@@ -176,11 +172,9 @@ class Assembly:
                 [local(tensor) for tensor in held if tensor not in self._sharded], [local(shard) for shard in shards]
             )
         #: Sums, across replicas, the gradients that are complete only after a run; None if there is one replica.
-        self._late_sums = self._late() if host.sums is not None else None
+        self.late_sums = self._late() if host.sums is not None else None
         #: The holders of weight copies. A step refreshes the copies before it starts.
-        self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: The context manager for runs that compute gradients; adds the copies' gradients to ``.grad``. Collective.
-        self.delivering = self._delivering if self.copies else nullcontext
+        self.copies = [holder for holder in (self.ties, self.weight_copies) if holder]
         #: Detects modules of the model that were replaced after the pipeline was built.
         self.members = Members(spec.model, spec.layered.layers)
         #: Seconds that the construction took, excluding the time to fill the model and make optimizers.
@@ -202,6 +196,11 @@ class Assembly:
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
             spec.updates_by_rules and bool(self.ties.parameters)
         )
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether steps update the weights."""
+        return self._spec.optimizer is not None
 
     @property
     def zero(self) -> int:
@@ -236,7 +235,7 @@ class Assembly:
         ]
         if self._spec.zero >= 2:
             divided = {parameter: update for update in updates for parameter in update.parameters}
-            for gradients in (self._late_sums, *(stage.gradients for stage in self.stages.values())):
+            for gradients in (self.late_sums, *(stage.gradients for stage in self.stages.values())):
                 if gradients is not None:
                     gradients.divided = divided
         if self._spec.zero == 3:
@@ -350,7 +349,7 @@ class Assembly:
             body = self.bodies[part]
             loss_fn = self._spec.loss_fn if last else None
             if index != part:  # this stage runs copies of the layers of stage ``part``
-                weight_copy = self._weight_copies.add(body.layers, loss_fn, device, (program.placement[part], rank))
+                weight_copy = self.weight_copies.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if weight_copy is not None:
                     body = body.over(weight_copy.layers, device)
                     loss_fn = weight_copy.loss_fn
@@ -561,59 +560,6 @@ class Assembly:
         yield from self._spec.model.named_parameters()
         if isinstance(loss_fn, nn.Module):
             yield from loss_fn.named_parameters(prefix="loss_fn")
-
-    def begin_reductions(self) -> None:
-        """Set earlier gradients aside before a step with several replicas, so that they are not summed again."""
-        if self._late_sums is not None:
-            self._late_sums.begin()
-            for stage in self.stages.values():
-                if stage.gradients is not None:
-                    stage.gradients.begin()
-
-    def reduce_late(self) -> None:
-        """Sum the gradients of `late_bucket` across the replicas. These gradients are complete only after a run."""
-        if self._late_sums is not None and self._late_sums.parameters:
-            self._late_sums.start(0)
-            self._late_sums.wait()
-
-    @contextmanager
-    def _delivering(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for holder in self.copies:
-                stack.enter_context(holder.delivering())
-            yield
-
-    def update_late(self, intra_op_threads: int, losses: Iterable[Tensor] = ()) -> None:
-        """Run the updates that waited for the gradients of tied parameters. Collective if there are gradient rules."""
-        verdict = None if self.rules is None else self.decide(intra_op_threads, losses)
-        with intra_op(intra_op_threads):
-            for stage in self.stages.values():
-                stage.optimizer.update_late(verdict)
-            for stage in self.stages.values():
-                stage.optimizer.wait()
-
-    def share_overflow(self, intra_op_threads: int) -> None:
-        """If any gradient of any process is infinite or NaN, make all gradients infinite or NaN. Collective."""
-        share_overflow(self._parameters(), self._host.collectives, intra_op_threads)
-
-    def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
-        """Compute the gradient norms of all processes, and decide whether the update is skipped. Collective.
-
-        In the process that runs the last stage, ``losses`` holds the losses of the step.
-        """
-        assert self.rules is not None
-        with intra_op(intra_op_threads):
-            if self._spec.zero:
-                measured = [stage.optimizer.measure(self.rules, losses) for stage in self.stages.values()]
-                norms = GradientNorms.merged(measured)
-            else:
-                norms = self.rules.measure(self._parameters(), losses)
-            if self._late_sums is not None:
-                norms = self._late_sums.common(norms)
-            return self.rules.decide(self._host.collectives.gathered(norms))
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
 
     @property
     def verdict(self) -> Verdict | None:

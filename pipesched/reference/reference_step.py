@@ -123,9 +123,13 @@ def reference_step(
     weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction, reduction_order)
     splitter = replace(splitter, names=positional(whole.forward))
-    given = GivenBatch(args, kwargs, target, microbatches)
-    batch = _split(splitter, given, has_loss_fn=loss_fn is not None, num_replicas=num_replicas)
-    weighting = splitter.weighting(batch)
+    batch = _split(
+        splitter,
+        GivenBatch(args, kwargs, target, microbatches),
+        has_loss_fn=loss_fn is not None,
+        num_replicas=num_replicas,
+    )
+    weighting = splitter.weighting(splitter.weights(batch))
     factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
@@ -135,24 +139,29 @@ def reference_step(
     norms = MiniBatchNorms(batch_norm, LocalCollectives())
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     try:
-        own_norms = norms.of_stage((0, 0), (0, 0), modules)
-        run = _Unpipelined(whole, loss_fn, own_norms, batch.inputs[0], whole_layers, step_data)
+        run = _Unpipelined(
+            whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules), batch.inputs[0], whole_layers, step_data
+        )
         total: Tensor | None = None
         num_parts = num_replicas if reduction_order == "sequential" else num_tree_groups(len(factors))
         parts = _PartSums(modules, num_parts, reduction_order)
-        with norms.counting():
-            for microbatch, (inputs, by_rows) in enumerate(zip(batch.inputs, factors, strict=True)):
-                if microbatch and microbatch % (len(factors) // num_parts) == 0:
-                    run.deliver()
-                    total = parts.end(total)
-                target_part = batch.targets[microbatch] if batch.targets else None
-                loss = run.loss(inputs, target_part, Key(seed, step, microbatch), rule)
-                factor = by_rows if rule is None else rule.factor(by_rows, microbatch, factors, batch.targets)
-                root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
-                run.backward([] if factor == 0 else [root])
-                total = root.detach() if total is None else total + root.detach()
+        norms.begin(step_data)
+        for microbatch, (inputs, by_rows) in enumerate(zip(batch.inputs, factors, strict=True)):
+            if microbatch and microbatch % (len(factors) // num_parts) == 0:
+                run.deliver()
+                total = parts.end(total)
+            target_part = batch.targets[microbatch] if batch.targets else None
+            loss = run.loss(inputs, target_part, Key(seed, step, microbatch), rule)
+            factor = by_rows if rule is None else rule.factor(by_rows, microbatch, factors, batch.targets)
+            root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
+            run.backward([] if factor == 0 else [root])
+            total = root.detach() if total is None else total + root.detach()
+        norms.after_run(step_data)
         run.deliver()
         total = parts.end(total)
+    except BaseException:
+        norms.failed()
+        raise
     finally:
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch

@@ -22,6 +22,7 @@ from pipesched.runtime.executors.threads import RunSpec, Timeline
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.output_metrics import Metrics
+from pipesched.runtime.stage.run_stages import RunStages
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_metrics import RunResults, StepMetrics
@@ -84,8 +85,21 @@ class Stream:
         self._busy = threading.Lock()
         step_data.inputs, step_data.targets, step_data.factors, step_data.metrics, step_data.paths = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
-        self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller, values=step_data.values)
+        self._run = host.executor.begin(self._run_spec(), caller, values=step_data.values)
         self.open = True
+
+    def _run_spec(self) -> RunSpec:
+        segments = self.segments
+        uses = {index: segments.uses(index) for index in self._stages}
+        own = RunStages(program=segments.program, stages=self._stages, step_data=self._step_data, uses=uses)
+        return RunSpec(
+            own.program,
+            own.stages,
+            prepare=own.begin,
+            finish=own.end,
+            pair=segments.pair,
+            period=segments.num_microbatches,
+        )
 
     def step(self, batch: Batch, weighting: Weighting, measure: Metrics | None = None) -> Tensor:
         """Queue a step, and wait until all ranks of this process have run the previous step.
@@ -220,19 +234,3 @@ def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
     """Return the random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps."""
     steps, microbatch = divmod(number, step_size)
     return Key(seed, first_step + steps, microbatch)
-
-
-def _run_spec(segments: Segments, stages: Mapping[int, Stage], step_data: StepData) -> RunSpec:
-    def begin(caller: Caller) -> None:
-        if caller.autocasts:
-            step_data.autocast = caller.autocast
-        for index, stage in stages.items():
-            stage.begin(step_data, segments.uses(index))
-
-    def end(failed: bool) -> None:
-        for stage in stages.values():
-            stage.end(failed)
-
-    return RunSpec(
-        segments.program, stages, prepare=begin, finish=end, pair=segments.pair, period=segments.num_microbatches
-    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipesched.model.agreement import Facts
 from pipesched.program.program import Program
 from pipesched.runtime.executors.threads import Timeline
-from pipesched.runtime.step_call import ScatterCall, StepCall
+from pipesched.runtime.step_call import StepCall
 from pipesched.simulation.trace import Span
 
 __all__ = ["CONSTRUCTION", "RankCollectives", "LocalCollectives", "LossAndMetrics"]
@@ -73,19 +73,28 @@ class RankCollectives(Protocol):
         ``what`` names the calls in error messages.
         """
 
-    def agreed_call(self, method: str, given: bool, make: Callable[[], StepCall], scatter: ScatterCall) -> StepCall:
-        """Return the call that this process must run, with the part of the batch that its stages need.
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    def begin_call(self, method: str, *, given: bool) -> None:
+        """Record the method that the user calls.
+
+        Raises InputError if this rank passed a batch (``given``) although ``inputs=`` forbids it, or passed no batch
+        although ``inputs=`` requires it.
+        """
+
+    def telling_failure(self, method: str) -> AbstractContextManager[None]:
+        """A context in which this process splits the batch of a call.
+
+        If it fails, the processes that wait for it raise an ExecutionError with the text of the error.
+        """
+
+    def exchange_call(self, method: str, call: StepCall | None, messages: Sequence[Any]) -> StepCall:
+        """Return the call of this process, with the part of the batch that its stages need.
 
         Args:
             method: the name of the pipeline's method.
-            given: whether a batch was passed in this process.
-            make: builds the StepCall from the batch.
-            scatter: splits rank 0's call into a message for each rank.
-
-        Raises:
-            InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed no batch although
-                ``inputs=`` requires it. If ``make`` raises an error, this process raises the same error, and the other
-                processes raise an ExecutionError that contains the text of that error.
+            call: the call of a process that has split a batch; None if the batch comes from rank 0.
+            messages: with ``inputs="first"``, rank 0's message for each rank.
 
         """
 
@@ -183,8 +192,15 @@ class LocalCollectives:
     def stopping_all(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def agreed_call(self, method: str, given: bool, make: Callable[[], StepCall], scatter: ScatterCall) -> StepCall:
-        return make()
+    def begin_call(self, method: str, *, given: bool) -> None:
+        return
+
+    def telling_failure(self, method: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def exchange_call(self, method: str, call: StepCall | None, messages: Sequence[Any]) -> StepCall:
+        assert call is not None
+        return call
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         return make()

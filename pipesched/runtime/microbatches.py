@@ -452,38 +452,40 @@ class Splitter:
 
     def factors(self, batch: Batch) -> list[float | None]:
         """Return the loss factors that make the micro-batches' gradients add up to the mini-batch's gradients."""
-        return self.weighting(batch).factors
+        return self.weighting(self.weights(batch)).factors
+
+    def weights(self, batch: Batch) -> Sequence[float]:
+        """Return the weight of each micro-batch's loss: its rows by default, and 1 if losses are only added."""
+        if self.loss_reduction == "sum":
+            return [1] * len(batch.rows)
+        return batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
 
     def weighting(
         self,
-        batch: Batch,
+        weights: Sequence[float],
         groups: Sequence[Sequence[int]] = (),
-        gather_over_replicas: Callable[[Any], list[Any]] | None = None,
+        of_replicas: Sequence[Sequence[float]] | None = None,
     ) -> "Weighting":
-        """Return the weights of a batch's losses. Raises InputError unless their sum is finite and above 0.
+        """Return the weighting of a batch's losses. Raises InputError unless the weights' sum is finite and above 0.
 
         Args:
-            batch: the batch.
+            weights: the weight of each micro-batch's loss.
             groups: for each update, the micro-batches whose gradients the update applies. The factors in a group add up
                 to 1. Default: one group of all micro-batches.
-            gather_over_replicas: takes this replica's weights and returns the weights of every replica. The factors of
-                all replicas together add up to 1. Default: there is one replica.
+            of_replicas: the weights of every replica. The factors of all replicas together add up to 1. Default: there
+                is one replica.
 
         """
         if self.loss_reduction == "sum":
-            if gather_over_replicas is not None:
-                gather_over_replicas([1] * len(batch.rows))
-            return Weighting([None] * len(batch.rows), [None] * len(batch.rows), self.reduction_order)
-        weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
-        every = [weights] if gather_over_replicas is None else gather_over_replicas(weights)
-        total = sum([weight for own in every for weight in own])
+            return Weighting([None] * len(weights), [None] * len(weights), self.reduction_order)
+        total = sum([weight for own in of_replicas or [weights] for weight in own])
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
             raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")
         if len(groups) < 2:
-            return Weighting([weight / total for weight in weights], [None] * len(batch.rows), self.reduction_order)
-        factors = [0.0] * len(batch.rows)
-        shares = [0.0] * len(batch.rows)
+            return Weighting([weight / total for weight in weights], [None] * len(weights), self.reduction_order)
+        factors = [0.0] * len(weights)
+        shares = [0.0] * len(weights)
         for group in groups:
             own = sum(weights[microbatch] for microbatch in group)
             for microbatch in group:
@@ -494,9 +496,9 @@ class Splitter:
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
         """Return the weights of the losses in the outputs of ``forward``, or None if the weights cannot be computed."""
         if self.loss_reduction == "sum":
-            return self.weighting(batch)
+            return self.weighting(self.weights(batch))
         try:
-            weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
+            weights = self.weights(batch)
         except Exception:  # loss_weight may fail on inputs without labels, whose outputs have no loss
             return None
         total = sum(weights) or nan  # NaN, like a mean over no labels in PyTorch

@@ -19,7 +19,7 @@ from pipesched.runtime.coordination.heartbeat import beating
 from pipesched.runtime.executors.rank_run import RankTimeline
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
-from pipesched.runtime.step_call import SENT_TYPES, ScatterCall, StepCall, received
+from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.runtime.transport.channels import SHARE
 from pipesched.runtime.transport.layout_book import digest
 from pipesched.runtime.transport.message_layout import MessageLayout, describe
@@ -117,7 +117,7 @@ class ProcessCollectives:
     def stopping_all(self, what: str) -> AbstractContextManager[None]:
         return self._connected.alone(what)
 
-    def agreed_call(self, method: str, given: bool, make: Callable[[], StepCall], scatter: ScatterCall) -> StepCall:
+    def begin_call(self, method: str, *, given: bool) -> None:
         self._connected.activity.method = method
         first = self._grid.inputs == "first"
         rank = self._connected.rank
@@ -133,32 +133,25 @@ class ProcessCollectives:
                 f"{self._connected.num_ranks} passed {'a' if given else 'no'} batch; {remedy}"
             )
             self._connected.fail(method, error)
-        if not first:
-            return self._made(make)
-        return self._receive(method) if rank else self._scatter(method, make, scatter)
 
-    def _made(self, make: Callable[[], StepCall]) -> StepCall:
-        """Build this replica's StepCall with ``make``.
-
-        If ``make`` fails before it has called ``gather_over_replicas``, report its error to the other replicas, so that
-        their ``gather_over_replicas`` raises instead of waiting.
-        """
+    @contextmanager
+    def telling_failure(self, method: str) -> Iterator[None]:
         crossings = self._crossings
         try:
-            return make()
-        except Exception as error:
-            if len(self._grid.rows) > 1 and self._crossings == crossings:
-                self._gather_from_peers((None, f"{type(error).__name__}: {error}"))
+            yield
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+            if self._grid.inputs == "first":
+                self._deal(method, [said] * self._connected.num_ranks)
+            elif isinstance(error, Exception) and len(self._grid.rows) > 1 and self._crossings == crossings:
+                self._gather_from_peers((None, said))  # the other replicas wait in gather_over_replicas
             raise
 
-    def _scatter(self, method: str, make: Callable[[], StepCall], scatter: ScatterCall) -> StepCall:
-        """Send the other ranks their parts of a call, or the error that ``make`` raised; return rank 0's own part."""
-        try:
-            call, messages = scatter(make())
-        except BaseException as error:
-            self._deal(method, [f"{type(error).__name__}: {error}"] * self._connected.num_ranks)
-            raise
-        self._deal(method, messages)
+    def exchange_call(self, method: str, call: StepCall | None, messages: Sequence[Any]) -> StepCall:
+        if call is None:
+            return self._receive(method)
+        if messages:
+            self._deal(method, messages)
         return call
 
     def _receive(self, method: str) -> StepCall:

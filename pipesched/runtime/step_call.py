@@ -4,7 +4,7 @@ With ``inputs='first'``, only rank 0 passes a batch. Rank 0 then sends the call 
 part of the batch that the stages of that rank need.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from pipesched.tensors.payload import Payload, pytree, trainable_leaves
 from pipesched.tensors.row_join import OutputRows
 from pipesched.tensors.rows import Dim
 
-__all__ = ["SENT_TYPES", "ScatterCall", "StepCall", "bring_ends", "received", "scatter_call"]
+__all__ = ["SENT_TYPES", "StepCall", "bring_ends", "received", "scatter_call"]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,6 @@ class _Unsent:
 
 #: Types in the message that transmits a call, in addition to the types in the batch.
 SENT_TYPES = _Opening, _Unsent, BatchPaths
-
-
-#: Splits a call of rank 0 into rank 0's own part and a message for each rank.
-ScatterCall = Callable[[StepCall], tuple[StepCall, list[Any]]]
 
 
 def scatter_call(

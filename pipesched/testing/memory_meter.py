@@ -89,9 +89,11 @@ class MemoryMeter:
             books = self._books[host.grid.position] = books_of(host.grid.devices[host.grid.position])
             executor._streams = _Metered(streams, books, copies=False)
             self._put_back.append(lambda: setattr(executor, "_streams", streams))
-            assembly = self._pipe._running.assembly
-            for holder, name in ((executor, "run"), (assembly, "reduce_late"), (assembly, "update_late")):
-                self._replace(holder, name, partial(_watched, books))
+            self._replace(executor, "run", partial(_watched, books))
+            parts = self._pipe._steps._parts.step
+            after_run = list(parts.after_run)
+            parts.after_run[:] = [_watched(books, method) for method in after_run]
+            self._put_back.append(lambda: parts.after_run.__setitem__(slice(None), after_run))
             if host.sums is not None:
                 self._replace(host.sums._lane, "start", partial(_with_watched_jobs, books))
             if isinstance(books, Ledger):

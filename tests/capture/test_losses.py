@@ -297,7 +297,7 @@ def test_targets_are_counted_with_one_wait_for_the_device() -> None:
 
     with piped(model(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) as pipe, Reading():
         batch = pipe._steps._batch("step", GivenBatch((X,), {}, SOME))
-        pipe._running.splitter.weighting(batch)
+        pipe._running.splitter.weighting(pipe._running.splitter.weights(batch))
     assert reads == 1
 
 

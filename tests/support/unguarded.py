@@ -32,7 +32,7 @@ GUARDS: dict[str, dict[str, Any]] = {
         "pipesched.capture.captured_model.CapturedModel.recomputed": PropertyMock(return_value=frozenset())
     },
     "recomputed layers": {"pipesched.pipeline.assembly.check_recomputed": _nothing},
-    "same batches": {"pipesched.pipeline.step_runner.digest_of_values": _no_bytes},
+    "same batches": {"pipesched.pipeline.call_builder.digest_of_values": _no_bytes},
     "statistics of copies": {"pipesched.runtime.stage.batch_norm.MiniBatchNorms.check": _nothing},
     "attributes of layers": {"pipesched.model.containers.Shells.follow": _nothing},
 }

@@ -7,8 +7,7 @@ are stored, and combined in micro-batch order after the run (Chan et al. 1983). 
 bit-identical for every schedule, and a mini-batch may have any number of micro-batches of any sizes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +19,8 @@ from torch.nn import functional
 from pipesched.errors import InputError, ScheduleError
 from pipesched.model.module_tree import normalised_over_rows, with_running_statistics
 from pipesched.program.program import Program
+from pipesched.runtime.stage.run_parts import RunPart
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Move, Trade, moved
 from pipesched.tensors.function_mode import Handler
 from pipesched.units import and_more
@@ -183,8 +184,11 @@ class _Held:
     home_rank: int
 
 
-class MiniBatchNorms:
-    """The `Norms` of all stages. In "micro-batch" mode, no stage has `Norms`, and BatchNorm layers run unchanged."""
+class MiniBatchNorms(RunPart):
+    """The `Norms` of all stages. In "micro-batch" mode, no stage has `Norms`, and BatchNorm layers run unchanged.
+
+    The running statistics are updated once after a run, or not at all if the run fails.
+    """
 
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
@@ -196,9 +200,8 @@ class MiniBatchNorms:
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
-        #: Returns a context for a run. The running statistics are updated once after the run, or not at all if the run
-        #: fails. Collective over processes.
-        self.counting = self._counting if self.active else nullcontext
+        #: The norms of this process whose batch counters the present run may have changed.
+        self._counted: list[Norms] = []
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
         """Warn about layers whose normalisation or running statistics differ from an unsplit batch.
@@ -249,16 +252,18 @@ class MiniBatchNorms:
         self._all[stage] = _Held(norms, *ranks)
         return norms
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        own = [held.norms for held in self._all.values() if held.norms is not None]
-        for norms in own:
+    def begin(self, step_data: StepData) -> None:
+        self._counted = self._own()
+        for norms in self._counted:
             norms.begin()
-        try:
-            yield
-        finally:
-            for norms in own:
-                norms.restore()
+
+    def failed(self) -> None:
+        for norms in self._counted:
+            norms.restore()
+        self._counted = []
+
+    def after_run(self, step_data: StepData) -> None:
+        self.failed()  # forwards have incremented the batch counters
         moves: list[Move] = [(held.rank, held.home_rank, partial(_taken, held)) for _, held in self._sorted()]
         arrived: dict[int, list[_Seen]] = {}
         for ((_, home), _), seen in zip(self._sorted(), moved(self._trade, "statistics", moves), strict=True):
@@ -266,6 +271,9 @@ class MiniBatchNorms:
         for (stage, home), held in self._sorted():
             if held.norms is not None and stage == home:
                 held.norms.commit(self._trade.gather_over_replicas(arrived[home]))
+
+    def _own(self) -> list[Norms]:
+        return [held.norms for held in self._all.values() if held.norms is not None]
 
     def _sorted(self) -> list[tuple[tuple[int, int], _Held]]:
         return sorted(self._all.items(), key=lambda item: item[0])

@@ -3,13 +3,14 @@
 The first step copies all buffers, and shows which of them steps change. Later steps copy only these.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipesched.runtime.stage.run_parts import RunPart
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.meta_tensors import is_expanded
 from pipesched.tensors.torch_functions import version_of
 
@@ -36,27 +37,32 @@ class _Kept(NamedTuple):
         return self.copy is not None and not torch.equal(self.buffer, self.copy)
 
 
-class KeptBuffers:
-    """The buffers of some modules and of their submodules."""
+class KeptBuffers(RunPart):
+    """The buffers of some modules and of their submodules, which a failed run restores."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = roots
+        #: The buffers that steps change, as the first step has shown; None before the first step.
         self._changing: set[tuple[nn.Module, str]] | None = None
-        #: Whether steps change no buffer, as the first step has shown.
-        self.idle = False
+        self._before: list[_Kept] = []
 
-    @contextmanager
-    def unless_it_succeeds(self) -> Iterator[None]:
-        """Restore the buffers if the ``with`` block raises an error."""
-        kept = self._kept()
-        try:
-            yield
-        except BaseException:
-            _restore(kept)
-            raise
+    @property
+    def exist(self) -> bool:
+        """Whether a module has a buffer."""
+        return any(True for root in self._roots for _ in root.buffers())
+
+    def begin(self, step_data: StepData) -> None:
+        if self._changing is None or self._changing:
+            self._before = self._kept()
+
+    def after_run(self, step_data: StepData) -> None:
         if self._changing is None:
-            self._changing = {(one.module, one.name) for one in kept if one.changed}
-            self.idle = not self._changing
+            self._changing = {(one.module, one.name) for one in self._before if one.changed}
+        self._before = []
+
+    def failed(self) -> None:
+        _restore(self._before)
+        self._before = []
 
     @torch.no_grad()
     def _kept(self) -> list[_Kept]:

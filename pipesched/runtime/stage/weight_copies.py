@@ -12,7 +12,6 @@ pair of ranks.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +22,8 @@ from torch import Tensor, nn
 from pipesched.errors import ExecutionError, GraphError
 from pipesched.model.attributes import OF_ALL_MODULES
 from pipesched.model.module_tree import hooks_of
+from pipesched.runtime.stage.run_parts import RunPart
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.tensors.tensor_attributes import with_attributes_of
@@ -115,7 +116,7 @@ class _Pair:
     weight_copy: _WeightCopy | None
 
 
-class WeightCopies:
+class WeightCopies(RunPart):
     """All weight copies of a pipeline, in stage order.
 
     ``target`` takes a parameter of the original layers and the rank of these layers, and returns the tensor whose
@@ -154,22 +155,19 @@ class WeightCopies:
             if pair.weight_copy is not None:
                 pair.weight_copy.refresh(state)
 
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """A context for a run. On exit, adds the copies' gradients to the originals' gradients, in stage order.
+    def after_run(self, step_data: StepData) -> None:
+        """Add the copies' gradients to the originals' gradients, in stage order. Collective over processes."""
+        moves = [(pair.rank, pair.home_rank, _taking(pair.weight_copy)) for pair in self._all]
+        for pair, grads in zip(self._all, moved(self._trade, "gradients", moves), strict=True):
+            if self._trade.holds(pair.home_rank):
+                _deliver([self._target(p, pair.home_rank) for p in pair.home.parameters()], grads)
+        self.failed()
 
-        If the run fails, the copies' gradients are dropped. Collective over processes.
-        """
-        try:
-            yield
-            moves = [(pair.rank, pair.home_rank, _taking(pair.weight_copy)) for pair in self._all]
-            for pair, grads in zip(self._all, moved(self._trade, "gradients", moves), strict=True):
-                if self._trade.holds(pair.home_rank):
-                    _deliver([self._target(p, pair.home_rank) for p in pair.home.parameters()], grads)
-        finally:
-            for pair in self._all:
-                if pair.weight_copy is not None:
-                    pair.weight_copy.taken_grads()
+    def failed(self) -> None:
+        """Drop the gradients of the copies."""
+        for pair in self._all:
+            if pair.weight_copy is not None:
+                pair.weight_copy.taken_grads()
 
 
 def _together(layers: Mapping[str, nn.Module], loss_fn: Callable[[Any, Any], Any] | None) -> nn.ModuleList:
