@@ -1,11 +1,15 @@
 """Measure: functions that run two alternatives in turn (A B A B ...), and statistics of their results."""
 
+import json
 import multiprocessing
 import os
 import platform
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,12 +20,14 @@ from torch import distributed
 
 __all__ = [
     "Ratio",
+    "Served",
     "elsewhere",
     "in_ranks",
     "keep_freed_memory",
     "machine",
     "paired",
     "ratio",
+    "serve_turns",
     "slowest_s",
 ]
 
@@ -70,6 +76,67 @@ def _in_rank(rank: int, count: int, port: int, job: Callable[..., Any], args: tu
         return job(rank, *args)
     finally:
         distributed.destroy_process_group()
+
+
+class Served:
+    """A process that runs a script with the pipesched of a checkout. The script calls ``serve_turns``."""
+
+    def __init__(self, checkout: Path, *command: str) -> None:
+        paths = [str(checkout.resolve()), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def turn(self) -> list[Any]:
+        """Run one turn, and return the result of each rank."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        results: list[Any] = json.loads(self._process.stdout.readline())
+        return results
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+#: Makes, for a rank, the function that runs a turn and returns a result that JSON can hold.
+Turns = Callable[..., AbstractContextManager[Callable[[], Any]]]
+
+
+def serve_turns(count: int, turns: Turns, *args: Any) -> None:
+    """Run a turn in ``count`` gloo ranks for each line of the standard input, and print the results of the ranks.
+
+    In each rank, ``turns(rank, *args)`` returns a context that yields the function that runs a turn.
+    """
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # port 0: any free port
+    context = multiprocessing.get_context("spawn")
+    shared = (count, store.port, _serve_rank, (turns, *args))
+    others = [context.Process(target=_in_rank, args=(rank, *shared)) for rank in range(1, count)]
+    for other in others:
+        other.start()
+    _in_rank(0, *shared)
+    for other in others:
+        other.join()
+
+
+def _serve_rank(rank: int, turns: Turns, *args: Any) -> None:
+    more = torch.zeros(1)
+    with turns(rank, *args) as turn:
+        while True:
+            more[0] = 0 if rank else bool(sys.stdin.readline())
+            distributed.broadcast(more, 0)
+            if not more:
+                return
+            results: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(results, turn())
+            if rank == 0:
+                print(json.dumps(results), flush=True)
 
 
 def slowest_s(step: Callable[[], Any]) -> float:

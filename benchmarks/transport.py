@@ -28,6 +28,7 @@ from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.transport.channels import Channels
+from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.ports import Ports
 from pipesched.runtime.transport.sockets import SocketPort, own_host
 from pipesched.tensors.payload import Payload
@@ -105,7 +106,7 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     group = distributed.group.WORLD
     sockets = SocketPort(distributed.PrefixStore("transport", store), rank, own_host(store), 60)
-    wire = Channels(Ports(sockets, group), ())
+    wire = Channels(Ports(sockets, group), (), Encoding())
     for nbytes in SIZES:
         raw, ours = rounds_raw(group, nbytes, messages), rounds_wire(group, wire, nbytes, messages)
         for run in (ours, raw):  # warm-up: the channels predict message layouts from the second round on

@@ -13,18 +13,15 @@ Cases: "empty" is the step of overhead.py with one rank, "empty-2" with two: sta
 """
 
 import argparse
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
 import torch
-from measure import Ratio, machine, ratio, slowest_s
+from measure import Ratio, Served, machine, ratio, serve_turns, slowest_s
 from overhead import Case
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from versus_torch import NAMES, blocks, processor_seconds
@@ -66,72 +63,23 @@ def trained(case: str, schedule: str, open_pipes: ExitStack) -> Callable[[], flo
     return (lambda: slowest_s(step)) if case == "tiny" else (lambda: processor_seconds(step))
 
 
-def serve(rank: int, port: int, case: str, schedule: str) -> None:
-    """Run STEPS steps for each line from the standard input of rank 0, which prints their median, until it ends."""
-    torch.set_num_threads(1)
-    ranks = 2 if case == "tiny" else 1
-    store = distributed.TCPStore("127.0.0.1", port, None, False)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+@contextmanager
+def turns(rank: int, case: str, schedule: str) -> Iterator[Callable[[], float]]:
+    """Yield a function that runs STEPS steps of a case, and returns the median of their seconds."""
     with ExitStack() as open_pipes:
         ranks_of_empty = {"empty": 1, "empty-2": 2}.get(case)
         step = empty(schedule, ranks_of_empty) if ranks_of_empty else trained(case, schedule, open_pipes)
-        more = torch.zeros(1)
-        while True:
-            more[0] = 0 if rank else bool(sys.stdin.readline())
-            distributed.broadcast(more, 0)
-            if not more:
-                break
-            seconds = median(step() for _ in range(STEPS))
-            if rank == 0:
-                print(seconds, flush=True)
-    distributed.destroy_process_group()
-
-
-def serve_ranks(case: str, schedule: str) -> None:
-    """Serve one case as rank 0, with the other rank, if there is one, in a process of its own."""
-    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # port 0: any free port
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=serve, args=(1, store.port, case, schedule))] if case == "tiny" else []
-    for other in others:
-        other.start()
-    serve(0, store.port, case, schedule)
-    for other in others:
-        other.join()
-
-
-class Version:
-    """A process that runs one case with the pipesched of a checkout."""
-
-    def __init__(self, checkout: Path, case: str, schedule: str) -> None:
-        paths = [str(checkout.resolve()), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", case, schedule],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def turn(self) -> float:
-        """Run STEPS steps and return the median of their seconds."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
+        yield lambda: median(step() for _ in range(STEPS))
 
 
 def compared(other: Path, case: str, schedule: str, pairs: int) -> Ratio:
     """Return the ratios of the step times of this checkout to those of another one."""
     runs: list[tuple[float, float]] = []
     while len(runs) < pairs:
-        this, that = (Version(checkout, case, schedule) for checkout in (Path(__file__).parent.parent, other))
+        checkouts = Path(__file__).parent.parent, other
+        this, that = (Served(checkout, __file__, "--serve", case, schedule) for checkout in checkouts)
         this.turn(), that.turn()  # a warm-up
-        runs += [(this.turn(), that.turn()) for _ in range(min(TURNS, pairs - len(runs)))]
+        runs += [(this.turn()[0], that.turn()[0]) for _ in range(min(TURNS, pairs - len(runs)))]
         this.close(), that.close()
     return ratio(*zip(*runs, strict=True))
 
@@ -146,7 +94,8 @@ def main() -> None:
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve_ranks(*arguments.serve)
+        case, schedule = arguments.serve
+        serve_turns(2 if case == "tiny" else 1, turns, case, schedule)
         return
     if arguments.other is None:
         parser.error("give the folder of a checkout of the other version")
