@@ -259,10 +259,11 @@ class Incoming:
         plain = None if is_long or layout is None else layout.empty_plain()
         if plain is not None:
             value, memory = plain
+            view = memory.numpy().data.cast("B")
         else:
             memory = torch.empty(start + nbytes, dtype=torch.uint8, device="cpu")
             value = layout.restore(memory, start) if layout and layout.lies_as_sent else None
-        view: memoryview = memory.numpy().reshape(-1).view("u1").data
+            view = memory.numpy().data
         header = view[:start] if is_long else self._header
         return _Posted(memory, header, view[start:], self._started(memory) if is_long else None, value)
 
