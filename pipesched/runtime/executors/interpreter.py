@@ -101,6 +101,8 @@ class Stamps(NamedTuple):
         return cls(order, [None] * len(order), [None] * len(order))
 
 
+_COLLECTIVES = tuple(kind for kind in Kind if kind.row.spans)
+
 #: The key of an edge: the producing stage, the consuming stage, whether the edge is backward, and the micro-batch.
 _Ends = tuple[int, int, bool, int]
 
@@ -213,7 +215,7 @@ class Rank:
         whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part of it
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
-        stages_of = {kind: {action.stage for action in whole if action.kind is kind} for kind in Kind if kind.row.spans}
+        stages_of = {kind: {action.stage for action in whole if action.kind is kind} for kind in _COLLECTIVES}
         #: For each kind of collective that this rank runs, the stages that run it.
         self._collectives = {kind: stages for kind, stages in stages_of.items() if stages}
         #: For each stage, the number of its last gather.
@@ -226,18 +228,18 @@ class Rank:
     def bind(self, order: Sequence[Action]) -> list[_Step]:
         """Return the calls of an order's actions. Binding the same order object again returns the same list."""
         if self._bound[0] is not order:
-            self._bound = order, [self._step(action) for action in order]
+            binder, other = _BINDERS.get, Rank._call
+            self._bound = order, [binder(one.kind.row.handler, other)(self, one) for one in order]
         return self._bound[1]
 
-    def _step(self, action: Action) -> _Step:
-        binder = _BINDERS.get(action.kind.row.handler)
-        if binder is not None:
-            return binder(self, action)
+    def _call(self, action: Action) -> _Step:
         call = partial(getattr(self.stages[action.stage], action.kind.row.handler), action.microbatch)
         return _Step(action, call, wait=self._wait(action))
 
     def _wait(self, action: Action) -> Callable[[], Any] | None:
         """Return a function that waits for the collectives that an action needs; None if no wait is needed."""
+        if not self._collectives:
+            return None
         stage, kind, _, _ = action
         own = self.stages[stage]
         kinds = [one for need in kind.row.needs if need.at is At.NUMBERED for one in need.kinds]
