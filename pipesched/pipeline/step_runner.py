@@ -8,7 +8,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
-from pipesched.model.agreement import Facts, modes_of_model
+from pipesched.model.agreement import modes_of_model
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.assembly_parts import AssemblyParts
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, check_derivatives, deliver_input_grads
@@ -185,15 +185,13 @@ class StepRunner:
         """Check that a method may run. ``changes`` states whether it changes weights or buffers."""
         assembly = self._running.assembly
         if not self._agrees:
-            self._running.host.collectives.agree_on(self._modes, "call train() or eval() on every rank")
+            modes = partial(modes_of_model, self._model, whole=assembly.wrapped)
+            self._running.host.collectives.agree_on(modes, "call train() or eval() on every rank")
             self._agrees = True
         assembly.members.check()
         if self._optimizers is not None and self._optimizers.ran:
             self._optimizers.check(assembly.held_parameters())
         self._guard.check(changes=changes)
-
-    def _modes(self) -> Facts:
-        return modes_of_model(self._model, whole=self._running.assembly.wrapped)
 
     @property
     def _parts(self) -> AssemblyParts:
@@ -275,7 +273,7 @@ class StepRunner:
         if step_data.added or step_data.metrics or not host.grid.in_one_process:
             run = RunResults(
                 rank=last,
-                loss=lambda: call.loss(step_data),
+                loss=partial(call.loss, step_data),
                 step_data=step_data,
                 microbatches=range(len(call.batch.rows)),
                 weighting=call.counting,
@@ -291,10 +289,9 @@ class StepRunner:
         return (loss, self._outputs(call, step_data)) if call.return_outputs else loss
 
     def _outputs(self, call: StepCall, step_data: StepData) -> Any:
-        own_loss = not self._has_loss_fn
+        joins = self._running.splitter.joins
+        outputs = partial(call.outputs, step_data, joins, own_loss=not self._has_loss_fn)
         if not call.gather:
-            return call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
+            return outputs()
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        return self._running.host.collectives.from_rank(
-            last, lambda: call.outputs(step_data, self._running.splitter.joins, own_loss=own_loss)
-        )
+        return self._running.host.collectives.from_rank(last, outputs)
