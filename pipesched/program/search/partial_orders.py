@@ -182,14 +182,14 @@ def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
         if progress.weights[stage] < progress.gradients[stage]:
             progress.start[rank] = now
         for microbatch in range(progress.forwards[stage], count):
-            pair = stage * count + microbatch
-            code = pair * KINDS + FORWARD
-            now = max(now, done[tables.needs[code]] + tables.lag[code])
+            forward = (stage * count + microbatch) * KINDS + FORWARD
+            now = max(now, done[tables.needs[forward]] + tables.lag[forward])
             if microbatch == progress.forwards[stage]:
                 progress.start[rank] = min(progress.start[rank], now)
-            now += tables.seconds[code]
-            done[pair] = now
-            bound = max(bound, now + ends.rest[pair])
+            now += tables.seconds[forward]
+            end = tables.yields[forward]
+            done[end] = now
+            bound = max(bound, now + ends.rest[end])
     return bound
 
 
@@ -197,23 +197,22 @@ def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
 def _run_gradients(tables: Tables, progress: Progress, ends: Ends) -> int:
     """Write the ends of the remaining gradients, and the start of each rank's next action. Return a lower bound."""
     count = tables.num_microbatches
-    pairs = tables.num_stages * count
-    clock = progress.clocks.clock
+    seconds = tables.seconds
     done = progress.clocks.done
     bound = 0
-    for back in range(tables.num_stages):
-        stage = tables.num_stages - 1 - back
+    for stage in range(tables.num_stages - 1, -1, -1):
         rank = tables.rank_of[stage]
-        now = clock[rank]
+        now = progress.clocks.clock[rank]
         for microbatch in range(progress.gradients[stage], count):
-            pair = stage * count + microbatch
-            code = pair * KINDS + INPUT_GRAD
-            now = max(now, done[pair], done[tables.needs[code]] + tables.lag[code])
+            pair = (stage * count + microbatch) * KINDS
+            forward, gradient, backward = pair + FORWARD, pair + INPUT_GRAD, pair + BACKWARD
+            now = max(now, done[tables.yields[forward]], done[tables.needs[gradient]] + tables.lag[gradient])
             if microbatch == progress.gradients[stage]:
                 progress.start[rank] = min(progress.start[rank], now)
-            bound = max(bound, now + ends.rest[pairs + pair])
-            now += min(tables.seconds[code], tables.seconds[pair * KINDS + BACKWARD])
-            done[pairs + pair] = now
+            end = tables.yields[gradient]
+            bound = max(bound, now + ends.rest[end])
+            now += min(seconds[gradient], seconds[backward])
+            done[end] = now
     return bound
 
 
@@ -222,18 +221,22 @@ def dominates(tables: Tables, ends: Ends, states: Whole, one: int, other: int) -
     """Return whether one partial order dominates another.
 
     It does if both contain the same actions, and each remaining action can start at least as early after the first as
-    after the second. ``one`` and ``other`` are their positions in ``states``.
+    after the second. ``one`` and ``other`` are their positions in ``states``, in the order of `store`: the counts of
+    actions, the times at which the ranks are free, and the ends of actions.
     """
-    clocks = 3 * tables.num_stages
-    for at in range(clocks):
+    for at in range(3 * tables.num_stages):
         if states[one + at] != states[other + at]:
             return False
-    for at in range(clocks, clocks + tables.num_ranks):
-        if states[one + at] > states[other + at]:
+    one += 3 * tables.num_stages
+    other += 3 * tables.num_stages
+    for rank in range(tables.num_ranks):
+        if states[one + rank] > states[other + rank]:
             return False
+    free_at = other
+    one += tables.num_ranks
+    other += tables.num_ranks
     for end in range(len(ends.rest)):
-        at = clocks + tables.num_ranks + end
-        late = states[one + at] > states[other + at]
-        if late and states[one + at] + ends.lag[end] > states[other + clocks + ends.rank[end]]:
+        late = states[one + end] > states[other + end]
+        if late and states[one + end] + ends.lag[end] > states[free_at + ends.rank[end]]:
             return False
     return True
