@@ -5,9 +5,9 @@ keeps the optimizer object of the old stage with the same number, so learning ra
 keep working.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,13 @@ __all__ = ["NO_SETTINGS", "Inheritance", "near", "optimizers_for"]
 
 _Group = dict[str, Any]
 NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
+
+
+class _OptimizerEntry(NamedTuple):
+    """A parameter's optimizer and parameter group."""
+
+    optimizer: Optimizer
+    group: _Group
 
 
 @dataclass(frozen=True)
@@ -60,24 +67,16 @@ class Inheritance:
         stages: Mapping[int, list[nn.Parameter]],
         names: Mapping[nn.Parameter, str],
     ) -> None:
-        held = {p: (optimizer, group) for optimizer in before.values() for group, p in _members(optimizer)}
-        self._heirs: dict[int, _Heir] = {}
-        for index, parameters in stages.items():
-            optimizer = before.get(index)
-            own = [parameter for parameter in parameters if optimizer is None or parameter not in held]
-            made = _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in own))
-            optimizer = optimizer or made
-            if optimizer is None:
-                continue
-            group_of = {p: group for group, p in (_members(made) if made else ())}
-            group_of |= {p: held[p][1] for p in parameters if p in held}
-            states = {p: made.state for p in own if made is not None and p in made.state}  # set by the constructor
-            states |= {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
-            placed: dict[Tensor, Any] = {p: near(state[p], p, group_of[p]) for p, state in states.items()}
-            self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
+        def new(parameters: Sequence[nn.Parameter]) -> Optimizer | None:
+            return _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in parameters))
+
+        old = _entries(before.values())
+        heirs = {index: _heir(parameters, before.get(index), new, old) for index, parameters in stages.items()}
+        self._heirs = {index: heir for index, heir in heirs.items() if heir is not None}
+        scheduled = any("initial_lr" in entry.group for entry in old.values())
         #: Stages with a new optimizer that no learning rate scheduler controls, although a scheduler controls the old
         #: optimizers.
-        self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
+        self.undriven = [index for index in self._heirs if scheduled and index not in before]
 
     def take(self) -> dict[int, Optimizer]:
         """Move all parameters and states to the new stages' optimizers; return the optimizers, keyed by stage."""
@@ -122,6 +121,40 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
 
 def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
     return [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _entries(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, _OptimizerEntry]:
+    return {p: _OptimizerEntry(optimizer, group) for optimizer in optimizers for group, p in _members(optimizer)}
+
+
+def _heir(
+    parameters: Sequence[nn.Parameter],
+    kept: Optimizer | None,
+    new: Callable[[Sequence[nn.Parameter]], Optimizer | None],
+    old: Mapping[nn.Parameter, _OptimizerEntry],
+) -> _Heir | None:
+    """Prepare the optimizer of a new stage; None if the stage needs none.
+
+    Args:
+        parameters: the parameters of the new stage.
+        kept: the optimizer of the old stage with the same number; None to use a new optimizer.
+        new: creates an optimizer for parameters.
+        old: the entries of all parameters of the old stages.
+
+    """
+    made = new([parameter for parameter in parameters if kept is None or parameter not in old])
+    optimizer = kept or made
+    if optimizer is None:
+        return None
+    first = _entries([made] if made else [])
+    later = {parameter: old[parameter] for parameter in parameters if parameter in old}
+    group_of = {parameter: entry.group for parameter, entry in (first | later).items()}
+    states: dict[nn.Parameter, Any] = {}
+    for parameter, entry in (*first.items(), *later.items()):  # an old state replaces one that the constructor has set
+        if parameter in entry.optimizer.state:
+            states[parameter] = entry.optimizer.state[parameter]
+    placed: dict[Tensor, Any] = {p: near(state, p, group_of[p]) for p, state in states.items()}
+    return _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
 
 
 def _regrouped(
