@@ -21,7 +21,8 @@ from pipesched.units import counted
 
 __all__ = ["Orders", "Segments", "enough_steps"]
 
-_FORMS = (Kind.R, Kind.I)  # a forward runs differently if its micro-batch has one of these actions
+#: The kinds that decide how a micro-batch's F runs: with an R, it is checkpointed; with an I, its backward is split.
+_FORMS = (Kind.R, Kind.I)
 #: For each rank, a part of its order.
 Orders = tuple[tuple[Action, ...], ...]
 

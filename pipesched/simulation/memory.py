@@ -348,7 +348,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     first = columns.are(Kind.W) & gradients.first
     found[first] = np.maximum(found[first], sizes["deferred_gradient_bytes"][stage[first]])
     late = columns.are(Kind.W) & versioned
-    found[late] += whole[stage[late]]  # this version's gradients, until they are moved to the current weights
+    found[late] += whole[stage[late]]  # a W also makes the gradients of its weight version
     dropping = columns.are(Kind.F) & np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     found[dropping] = sizes["dropping_transient_bytes"][stage[dropping]]
     return found

@@ -117,7 +117,7 @@ class OrderSearch:
             made += self._moved(each, move, until=self._effort.left - share)
         most_s = best_s * (1 - ORDER_GAIN)
         faster = [(each, each.step_s) for each in made if each.step_s < most_s]
-        if can_lean and faster:  # the leanest comes first: it is chosen from equally good candidates
+        if can_lean and faster:  # of equally good candidates, the first is chosen: the one with the fewest in flight
             made = [*reversed(list(self._leaner(simplest(faster), most_s))), *made]
         return made
 

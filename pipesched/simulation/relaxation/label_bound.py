@@ -98,7 +98,7 @@ def _rank_times(
     forward_lag = [b.start - a.start - a.forward for a, b in pairwise(chunks)]
     backward_lag = [a.turn - b.turn - b.gradient for a, b in pairwise(chunks)]
     returns = [max(stage.forward, stage.gradient) for stage in beyond]
-    if beyond:  # a micro-batch turns around on the last stage, which runs both its F and its gradient
+    if beyond:  # between two gradients that it returns, the last stage runs one F and one gradient
         returns.append(beyond[-1].forward + beyond[-1].gradient)
     return RankTimes(
         forward=units.each_down(stage.forward for stage in chunks),
