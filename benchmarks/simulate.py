@@ -8,6 +8,7 @@ pipesched first, each in a fresh process with a time limit. Failures are printed
 """
 
 import argparse
+import gc
 import json
 import resource
 import subprocess
@@ -37,6 +38,7 @@ UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD", "WAIT_SEND_F
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Call ``work``; return the seconds that it takes and its result."""
+    gc.collect()  # the collection of what imports made would otherwise fall into some of the works, by chance
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
