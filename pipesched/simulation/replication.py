@@ -1,7 +1,7 @@
 """Replication: the costs of training with several replicas of a pipeline, each on its own rows of the batch.
 
-The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
-divide the optimizer's work and states among themselves, and gather the updated weights after each update. With
+The gradients of each layer form a bucket, which the replicas sum in a ring. With ``zero=``, the replicas divide the
+optimizer's work and states among themselves, and gather the updated weights after each update. With
 ``zero=3`` they also divide the weights, and an UNSHARD gathers the weights of a stage before they are used.
 """
 
