@@ -13,6 +13,7 @@ from pipesched.errors import ExecutionError
 from pipesched.pipeline.pipeline import Pipeline
 from pipesched.runtime.executors.device_streams import DeviceStreams, Message
 from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.step_parts import LateUpdates, ReplicaGradients
 from pipesched.tensors.memory_tracker import Books, Ledger, books_of
 from pipesched.tensors.payload import Payload
 
@@ -92,7 +93,11 @@ class MemoryMeter:
             self._replace(executor, "run", partial(_watched, books))
             parts = self._pipe._steps._parts.step
             after_run = list(parts.after_run)
-            parts.after_run[:] = [_watched(books, method) for method in after_run]
+            late: tuple[Any, ...] = (ReplicaGradients, LateUpdates)
+            parts.after_run[:] = [
+                _watched(books, method) if isinstance(getattr(method, "__self__", None), late) else method
+                for method in after_run
+            ]
             self._put_back.append(lambda: parts.after_run.__setitem__(slice(None), after_run))
             if host.sums is not None:
                 self._replace(host.sums._lane, "start", partial(_with_watched_jobs, books))

@@ -296,7 +296,7 @@ def test_targets_are_counted_with_one_wait_for_the_device() -> None:
             return func(*args, **(kwargs or {}))
 
     with piped(model(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) as pipe, Reading():
-        batch = pipe._steps._batch("step", GivenBatch((X,), {}, SOME))
+        batch = pipe._steps._calls._batch("step", GivenBatch((X,), {}, SOME))
         pipe._running.splitter.weighting(pipe._running.splitter.weights(batch))
     assert reads == 1
 

@@ -57,9 +57,9 @@ def test_a_search_names_the_plan_that_it_chose(caplog: pytest.LogCaptureFixture)
 
 def test_failures_of_ranks_are_errors(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks.run(2, jobs.records_of_a_failure)):
-        assert f"INFO pipesched.runtime.executors.processes: rank {rank} of 2 is connected" in said
+        assert f"INFO pipesched.runtime.connected_rank: rank {rank} of 2 is connected" in said
         assert "DEBUG pipesched.runtime.executors.channel_plan: the micro-batches have different shapes than" in said
-        assert f"ERROR pipesched.runtime.executors.processes: rank {rank} of 2 stopped: rank 1 failed: Zero" in said
+        assert f"ERROR pipesched.runtime.connected_rank: rank {rank} of 2 stopped: rank 1 failed: Zero" in said
 
 
 def test_nothing_is_printed_without_configuration() -> None:
