@@ -34,7 +34,7 @@ from planners import even
 from pipesched import Link, Links, Profile, schedules
 from pipesched.planning.axes_search import AxesRequest, Zero, find_axes
 from pipesched.planning.candidates import Candidate
-from pipesched.planning.effort import Effort
+from pipesched.planning.effort import SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -153,7 +153,7 @@ def by_the_rules(model: Gpt, profile: Profile, depth: int) -> Iterator[Evaluated
     names = profile.layers
     for zero in (0, 1) if depth < model.num_ranks else (0,):
         search = [*request(model, profile, depth, zero).searches()][-1]  # the last one has consecutive replicas
-        chooser = RecomputationChooser(search, Effort(inf))
+        chooser = RecomputationChooser(search, SearchEffort(inf))
         for count in (rows // size for size in SIZES if rows % size == 0):
             for chunks in (1, 2, 4) if depth > 1 else (1,):
                 num_stages = depth * chunks

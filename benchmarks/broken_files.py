@@ -332,7 +332,7 @@ def outcome(sort: Sort, path: Path) -> tuple[str, str]:
 
 
 def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
-    """Read broken files one after the other, and send the outcome of each. Runs in a worker process."""
+    """Read broken files one after the other, and send the outcome of each. Runs in a process of its own."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     sort = next(sort for sort in SORTS if sort.name == name)
     path = Path(folder) / f"broken{sort.ending}"

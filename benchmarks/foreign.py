@@ -39,10 +39,10 @@ SEVERITY = ["same bits", "close", "refused", "late", "raw", "silent", "hang"]
 PASSES = SEVERITY[:3]
 PATIENCE_S = 90.0
 
-Task = tuple[int, str | None]  # a seed, and the only "kind: variant" of the case
+Draw = tuple[int, str | None]  # a seed, and the only "kind: variant" of the case
 
 
-def drawn(task: Task) -> Case:
+def drawn(task: Draw) -> Case:
     """Return the case of a task."""
     seed, only = task
     return draw_case(seed, only)
@@ -78,7 +78,7 @@ class Crew:
         self._world = world
         self._members: list[tuple[Any, Connection]] = []
 
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: Draw) -> Outcome:
         """Run a case in all processes, and return the worst outcome."""
         if not self._members:
             self._start()
@@ -130,14 +130,14 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
     return max(outcomes, key=lambda outcome: SEVERITY.index(outcome.word))
 
 
-def outcomes_of(tasks: Sequence[Task], jobs: int) -> Iterable[tuple[Task, Case, Outcome]]:
+def outcomes_of(tasks: Sequence[Draw], jobs: int) -> Iterable[tuple[Draw, Case, Outcome]]:
     """Run cases, and yield their outcomes in the order in which they end."""
     cases = {task: drawn(task) for task in tasks}
     alone = [task for task in tasks if cases[task].world == 1]
     crews = [Crew(1) for _ in range(jobs)]
     idle = list(crews)
 
-    def run(task: Task) -> Outcome:
+    def run(task: Draw) -> Outcome:
         crew = idle.pop()
         try:
             return crew.run(task)
@@ -159,7 +159,7 @@ def outcomes_of(tasks: Sequence[Task], jobs: int) -> Iterable[tuple[Task, Case, 
 # ---- reports -------------------------------------------------------------------------------------------------------
 
 
-def report(results: Sequence[tuple[Task, Case, Outcome]]) -> None:
+def report(results: Sequence[tuple[Draw, Case, Outcome]]) -> None:
     """Print the number of cases of each kind and outcome."""
     total = len(results)
     by_kind = {kind: Counter[str]() for kind in KINDS}
@@ -181,7 +181,7 @@ def report(results: Sequence[tuple[Task, Case, Outcome]]) -> None:
     )
 
 
-def table(results: Sequence[tuple[Task, Case, Outcome]]) -> None:
+def table(results: Sequence[tuple[Draw, Case, Outcome]]) -> None:
     """Print, for each variant, its outcomes and the first seed of the worst one."""
     print("| Issue | Kind: variant | Outcomes | Seed of the worst |\n|---|---|---|---|")
     for variant in variants():
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="write the outcomes to this file, one JSON line each")
     given = parser.parse_args()
     seeds = given.seeds or range(given.first, given.first + given.cases)
-    tasks: list[Task] = [(seed, None) for seed in seeds]
+    tasks: list[Draw] = [(seed, None) for seed in seeds]
     if given.each:
         names = [f"{variant.kind}: {variant.name}" for variant in variants()]
         tasks = [(seed, name) for name in names if given.only in (None, name) for seed in range(given.each)]

@@ -20,7 +20,7 @@ from pipesched import Numerics, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.saving.chunks import Rows
 from pipesched.saving.manifest import MANIFEST, Manifest, dumped
-from pipesched.saving.saved_run import Part, merged_entries
+from pipesched.saving.saved_run import CheckpointPart, merged_entries
 from pipesched.saving.tensor_files import sharding_info, write_tensors
 
 __all__ = ["KINDS", "RefusedButChangedError", "load_changed", "seeds"]
@@ -134,7 +134,7 @@ def _divide(folder: Path) -> None:
     whole = torch.randn(entry.shape)
     files, parts = dict(manifest.files), []
     for number, rows in enumerate((Rows(0, 1), Rows(1, entry.shape[0])), 1):
-        part = Part()
+        part = CheckpointPart()
         part.add_rows(
             entry.kind, entry.name, {"parameter/0.weight": whole[rows.start : rows.end]}, rows, entry.shape[0]
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Candidate", "plot_report"]
+__all__ = ["CandidateBar", "plot_report"]
 
 _WIDTH = 12.0  # inches
 _LINE = 0.21  # inches, height of a line of text
@@ -25,7 +25,7 @@ _MOST = 12  # maximum number of candidates to show
 _NAMED = 32  # with more stages, the stages' bars have no numbers
 
 
-class Candidate(NamedTuple):
+class CandidateBar(NamedTuple):
     """A candidate plan, drawn as one bar."""
 
     label: str
@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 def plot_report(
     title: str,
     lines: Sequence[str],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateBar],
     traces: "Sequence[tuple[str, Trace]]",
     comparison: Comparison | None = None,
 ) -> "Figure":
@@ -81,7 +81,7 @@ def plot_report(
     return figure
 
 
-def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
+def _candidates(ax: "Axes", shown: Sequence[CandidateBar], left_out: int) -> None:
     """Draw a bar for each candidate. The chosen plan is in full colour; plans that do not fit in memory are hatched."""
     longest = max(candidate.seconds for candidate in shown)
     for at, candidate in enumerate(shown):
@@ -100,7 +100,7 @@ def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
     ax.set_title(f"candidate plans: step time predicted by the search{more}", loc="left", fontsize=11)
 
 
-def _colour_of(candidate: Candidate) -> str:
+def _colour_of(candidate: CandidateBar) -> str:
     return "#0072b2" if candidate.taken else BUBBLE if not candidate.fits else towards_white("#0072b2", 0.6)
 
 

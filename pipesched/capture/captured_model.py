@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.capture import Call, Capture
-from pipesched.capture.layer_graph import flow_of, gap, narrowest, unused, with_costs
+from pipesched.capture.layer_graph import assign_unused_tensors, flow_of, gap, narrowest, with_costs
 from pipesched.capture.paths import MOST_PATHS, BatchPaths, Paths
 from pipesched.capture.recording import Recording, recorded
 from pipesched.capture.replayed_body import ReplayedBody
 from pipesched.capture.stage_body import Body
-from pipesched.capture.stage_parts import Homes, Part, cut_at
+from pipesched.capture.stage_parts import Homes, StagePart, cut_at
 from pipesched.capture.weight_writes import check_stages_of_writes, check_weight_writes
 from pipesched.capture.whole_layers import opened
 from pipesched.errors import GraphError, ScheduleError
@@ -262,7 +262,7 @@ class CapturedModel:
         capture = self.primary_capture
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
-    def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
+    def _parts(self, cut: StageLayers) -> dict[bool, list[StagePart]]:
         """Return the Part of each stage, keyed by mode: True for training mode, False for evaluation mode."""
         capture = self.primary_capture
         parts = {self.primary: cut_at(capture, self._starts(capture, cut))}
@@ -294,7 +294,7 @@ class CapturedModel:
                 users |= {name: {stage} for name in used if name not in users}
                 held[stage] += _tensors(self.modules[name] for name in layers)
                 held[stage] += [tensors[name] for name in used if stage in users[name]]
-        for stage, names in unused(self.model, held).items():
+        for stage, names in assign_unused_tensors(self.model, held).items():
             users |= {name: {stage} for name in names}
         if mode:  # the gradients of a weight with several users are added by call
             buffers = {name for name, _ in self.model.named_buffers()}
@@ -372,7 +372,7 @@ class CapturedModel:
         """Return the record of a path in a mode."""
         return self.paths[mode].captures[path]
 
-    def _parts_on(self, cut: StageLayers, mode: bool, path: int) -> list[Part]:
+    def _parts_on(self, cut: StageLayers, mode: bool, path: int) -> list[StagePart]:
         """Return the Part of each stage on a path. On all paths, values travel along the same pairs of stages."""
         if not path and mode == self.primary:
             return self.parts(cut)[mode]

@@ -17,7 +17,7 @@ __all__ = ["Guard", "guard_of"]
 _COMPARABLE = bool, int, float, complex, str
 
 
-class _Step(NamedTuple):
+class _GuardedCall(NamedTuple):
     """One function call."""
 
     call: Call
@@ -45,7 +45,7 @@ class Guard:
 
     """
 
-    def __init__(self, steps: Sequence[_Step], names: Sequence[Any], written: frozenset[Any]) -> None:
+    def __init__(self, steps: Sequence[_GuardedCall], names: Sequence[Any], written: frozenset[Any]) -> None:
         self._steps = steps
         self._names = names
         self._written = written
@@ -60,7 +60,7 @@ class Guard:
             return all(self._repeats(step, values, draws) for step in self._steps)
 
     @staticmethod
-    def _repeats(step: _Step, values: dict[Value, Tensor], draws: CodeDraws) -> bool:
+    def _repeats(step: _GuardedCall, values: dict[Value, Tensor], draws: CodeDraws) -> bool:
         call = step.call
         if not all(isinstance(one, Tensor) or one in values for one in step.tensors):
             return False  # an earlier function returned fewer results
@@ -167,7 +167,7 @@ def _repeatable(capture: Capture, call: Call) -> bool:
     return len(tensors) == len(function.values)  # not if there are tensors in objects
 
 
-def _step(capture: Capture, call: Call, draws: Mapping[int, int], is_shaped: bool) -> _Step:
+def _step(capture: Capture, call: Call, draws: Mapping[int, int], is_shaped: bool) -> _GuardedCall:
     function = capture.functions[call.index]
     tensors: list[Tensor] = []
     arguments = Pattern(function.arguments, tensors=tensors)
@@ -179,4 +179,4 @@ def _step(capture: Capture, call: Call, draws: Mapping[int, int], is_shaped: boo
         else:
             given.append(tensor if value is None else value)
     shapes = [capture.values[call.index, place].shape for place in range(call.gives)] if is_shaped else None
-    return _Step(call, function.function, arguments, given, draws.get(call.index), shapes)
+    return _GuardedCall(call, function.function, arguments, given, draws.get(call.index), shapes)

@@ -12,7 +12,7 @@ from pipesched.capture.capture import INPUT, Capture, Value
 from pipesched.model.module_tree import class_names
 from pipesched.simulation.layer_costs import LayerCosts
 
-__all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
+__all__ = ["assign_unused_tensors", "flow_of", "gap", "narrowest", "row_of", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
@@ -114,18 +114,21 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of each layer's parameters and buffers. `unused` adds the tensors that no layer uses."""
+    """Return the names of each layer's parameters and buffers.
+
+    `assign_unused_tensors` adds the tensors that no layer uses.
+    """
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     held = [[tensors[name] for name in used if name in tensors] for used in uses.values()]
-    for position, others in unused(model, held).items():
+    for position, others in assign_unused_tensors(model, held).items():
         uses[names[position]].update(dict.fromkeys(others))
     return {name: list(used) for name, used in uses.items()}
 
 
-def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
+def assign_unused_tensors(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
     """Assign each parameter or buffer in none of the ``holders`` to the holder of the tensor registered before it.
 
     Returns the names of the assigned tensors, keyed by the index of the new holder.

@@ -16,7 +16,7 @@ from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layer_graph import flow_of, row_of, with_costs
 from pipesched.capture.paths import BatchPaths
 from pipesched.capture.recorder import record
-from pipesched.capture.stage_body import Body, Chain
+from pipesched.capture.stage_body import Body, LayerChain
 from pipesched.capture.weight_writes import check_weight_writes
 from pipesched.capture.whole_layers import as_whole_layers
 from pipesched.checks import shown
@@ -418,4 +418,4 @@ class LayersInARow:
         return list(pairwise(range(len(cut))))
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        return [Chain({name: self.layers[name] for name in names}, watched=True) for names in cut]
+        return [LayerChain({name: self.layers[name] for name in names}, watched=True) for names in cut]

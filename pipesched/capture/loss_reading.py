@@ -99,7 +99,7 @@ class LossReader(TorchFunctionMode):
                 self._tags[tensor] = Reduced("mean", _ROWS)
         for place, leaf in enumerate(pytree.tree_leaves(target)):
             if isinstance(leaf, Tensor):
-                self._made_from_target[leaf] = _Leaf(place)
+                self._made_from_target[leaf] = _TargetLeaf(place)
                 if not leaf.dim():  # all micro-batches get this tensor
                     self._tags[leaf] = None
 
@@ -124,7 +124,7 @@ class LossReader(TorchFunctionMode):
         known = [tag for tag in tags if tag is not None]
         if name in _SIZES and known:
             self._sizes |= self._counts
-        tag = self._tag_of(_Call(func, name, args, kwargs, taken, tags, result)) if known else None
+        tag = self._tag_of(_TaggedCall(func, name, args, kwargs, taken, tags, result)) if known else None
         for tensor in tensors_in(result):
             self._tags[tensor] = tag
         self._note_target(func, args, kwargs, taken, result)
@@ -147,7 +147,7 @@ class LossReader(TorchFunctionMode):
 
     # ---- rules --------------------------------------------------------------------------------------------------
 
-    def _tag_of(self, call: "_Call") -> _Tag:
+    def _tag_of(self, call: "_TaggedCall") -> _Tag:
         known = [tag for tag in call.tags if tag is not None]
         unclear = next((tag for tag in known if isinstance(tag, Unclear)), None)
         if unclear is not None:
@@ -162,7 +162,7 @@ class LossReader(TorchFunctionMode):
             return self._of_torch_loss(call, values)
         return _of_reduction(call, values) if call.name in ("mean", "sum") else _of_rows(call, values)
 
-    def _of_reduced(self, call: "_Call", reduced: Sequence[Reduced]) -> _Tag:
+    def _of_reduced(self, call: "_TaggedCall", reduced: Sequence[Reduced]) -> _Tag:
         """Return the tag of a function of means or sums, and perhaps of constants."""
         kinds = sorted({one.reduction for one in reduced})
         joined = Reduced(reduced[0].reduction, _NO_WEIGHTS.union(*(one.weights for one in reduced)))
@@ -173,7 +173,7 @@ class LossReader(TorchFunctionMode):
             return self._scaled(call, joined)
         return Unclear(f"{call} of a {' and a '.join(kinds)} over rows")
 
-    def _scaled(self, call: "_Call", reduced: Reduced) -> _Tag:
+    def _scaled(self, call: "_TaggedCall", reduced: Reduced) -> _Tag:
         """Return the tag of a mean or a sum that is multiplied or divided by a constant."""
         number = call.number
         if number == 0 and call.name in _MULTIPLIES:
@@ -184,7 +184,7 @@ class LossReader(TorchFunctionMode):
             return Unclear(f"{call} of a mean and {number}, which may be the number of rows")
         return reduced
 
-    def _of_torch_loss(self, call: "_Call", values: _Values) -> _Tag:
+    def _of_torch_loss(self, call: "_TaggedCall", values: _Values) -> _Tag:
         """Return the tag of a loss function of torch."""
         given = inspect.signature(call.func).bind(*call.args, **call.kwargs)
         given.apply_defaults()
@@ -198,7 +198,7 @@ class LossReader(TorchFunctionMode):
             return Unclear(f"{call} of selected or reordered values")
         return self._of_labels(call, options.pop("target", None), options)
 
-    def _of_labels(self, call: "_Call", labels: Any, options: Mapping[str, Any]) -> _Tag:
+    def _of_labels(self, call: "_TaggedCall", labels: Any, options: Mapping[str, Any]) -> _Tag:
         """Return the tag of a mean loss of torch, which may count only some labels, or weight them."""
         count = counting(call.name, options)
         if count is None or not isinstance(labels, Tensor):
@@ -212,7 +212,7 @@ class LossReader(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TaggedCall:
     """A call of a torch function, with the tags of its tensor arguments."""
 
     func: Callable[..., Any]
@@ -251,7 +251,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _TargetLeaf:
     """Returns a tensor of the target."""
 
     place: int
@@ -271,7 +271,7 @@ class _Function:
         self._given = given
 
     def __call__(self, target: Any) -> Any:
-        args, kwargs = pytree.tree_map_only(_Leaf | _Function, lambda make: make(target), self._given)
+        args, kwargs = pytree.tree_map_only(_TargetLeaf | _Function, lambda make: make(target), self._given)
         return self._func(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -324,7 +324,7 @@ def _alike(one: Any, other: Any) -> bool:
     return ones[1] == others[1] and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
 
 
-def _joined(call: _Call, joined: Reduced) -> _Tag:
+def _joined(call: _TaggedCall, joined: Reduced) -> _Tag:
     """Return the tag of a sum of means, of a sum of sums, or of a mean or a sum in another form."""
     constant = call.name in _ADDS and (None in call.tags or call.number not in (None, 0))
     if joined.reduction == "sum" and constant:
@@ -334,7 +334,7 @@ def _joined(call: _Call, joined: Reduced) -> _Tag:
     return joined
 
 
-def _of_reduction(call: _Call, values: _Values) -> _Tag:
+def _of_reduction(call: _TaggedCall, values: _Values) -> _Tag:
     """Return the tag of ``mean`` or ``sum`` of values of rows."""
     tensor = call.taken[0]
     dim = call.kwargs.get("dim", call.kwargs.get("axis", call.args[1] if len(call.args) > 1 else None))
@@ -350,7 +350,7 @@ def _of_reduction(call: _Call, values: _Values) -> _Tag:
     return Reduced("sum") if call.name == "sum" else Reduced("mean", _ROWS)
 
 
-def _of_rows(call: _Call, values: _Values) -> _Tag:
+def _of_rows(call: _TaggedCall, values: _Values) -> _Tag:
     """Return the tag of any other function of values of rows."""
     made = next(tensors_in(call.result), None)
     source = call.source
@@ -370,7 +370,7 @@ def _of_rows(call: _Call, values: _Values) -> _Tag:
     return values if same else Unclear(f"{call}, which combines or leaves out rows")
 
 
-def _leaves_rows(call: _Call, made: Tensor, source: Tensor) -> bool:
+def _leaves_rows(call: _TaggedCall, made: Tensor, source: Tensor) -> bool:
     """Return whether dim 0 has the rows after a function that moves or reshapes dims."""
     plain = [one for one in (*call.args[1:], *call.kwargs.values()) if isinstance(one, int)]
     if call.name in _MOVES_DIMS:
@@ -381,7 +381,7 @@ def _leaves_rows(call: _Call, made: Tensor, source: Tensor) -> bool:
     return bool(made.dim() and source.dim() and source.shape[0] and not made.shape[0] % source.shape[0])
 
 
-def _of_index(call: _Call, values: _Values) -> _Tag:
+def _of_index(call: _TaggedCall, values: _Values) -> _Tag:
     """Return the tag of an indexing. Only an index that leaves dim 0 as it is keeps all rows."""
     index = call.args[1] if call.name == "__getitem__" else call.taken[-1]
     first, *rest = index if isinstance(index, tuple) and index else (index,)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipesched.capture import replay_errors
-from pipesched.capture.replay import Replay, Run
+from pipesched.capture.replay import Replay, ReplayRun
 from pipesched.errors import GraphError
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import look_of
@@ -31,7 +31,7 @@ def rehearse(replay: Replay, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         raise replay_errors.fails_on_stand_ins(replay, run.stand_ins, error) from error
 
 
-class _Rehearsal(Run):
+class _Rehearsal(ReplayRun):
     """A run in which all calls except free calls return their recorded results."""
 
     def __init__(self, replay: Replay) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pipesched.capture import replay_errors
 from pipesched.capture.capture import INPUT, Call, Capture, Value
 from pipesched.capture.stage_body import CallLayer
-from pipesched.capture.stage_parts import Part
+from pipesched.capture.stage_parts import StagePart
 from pipesched.errors import GraphError
 from pipesched.model.collected_outputs import Collecting, collect, more_given
 from pipesched.model.containers import Shells
@@ -39,7 +39,7 @@ from pipesched.tensors.tree_structure import (
     tensors_in,
 )
 
-__all__ = ["Look", "Looks", "Replay", "Run", "StandIns"]
+__all__ = ["Look", "Looks", "Replay", "ReplayRun", "StandIns"]
 
 #: For each call, the tensors that replace the parameters of this call.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
@@ -101,7 +101,7 @@ class Replay:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         capture: Capture,
-        parts: Sequence[Part],
+        parts: Sequence[StagePart],
         stage: int,
         device: torch.device,
         tied: StandIns,
@@ -130,7 +130,7 @@ class Replay:
         for name, attribute in sorted(capture.attributes_read):
             self.read_of.setdefault(name, []).append(attribute)
         #: The run whose container code is executing; None while a layer runs.
-        self.running: Run | None = None
+        self.running: ReplayRun | None = None
         self._positional = positional(model.forward)
 
     def refresh(self) -> None:
@@ -164,11 +164,11 @@ class Replay:
             model's output (None unless this is the last stage).
 
         """
-        run = Run(self, received, looks, present, call, random)
+        run = ReplayRun(self, received, looks, present, call, random)
         output = self.run_code(run, args, kwargs)
         return run.made, run.looks, run.ended(output)
 
-    def run_code(self, run: "Run", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run_code(self, run: "ReplayRun", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the code of the containers. Return the model's output; None if the stage is not the last."""
         args, kwargs = self._inputs(args, kwargs, run)
         if self.capture.changed:
@@ -191,7 +191,7 @@ class Replay:
                 self.refresh()  # code such as `self.count += 1` has stored the buffer's replacement in the module
 
     def _inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], run: "Run"
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], run: "ReplayRun"
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the model's inputs, with received values in place of inputs that earlier stages changed."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -209,7 +209,7 @@ class Replay:
         return self.running.layer(name, layer, args, kwargs)
 
 
-class Run(TorchFunctionMode):
+class ReplayRun(TorchFunctionMode):
     """The state of a replay for one micro-batch: the index of the next call, and the values known so far."""
 
     def __init__(
@@ -260,7 +260,7 @@ class Run(TorchFunctionMode):
 
     # ---- called by the containers' code --------------------------------------------------------------------------
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "ReplayRun":
         """Enter this TorchFunctionMode for the next part of the code between layers."""
         if "" in self._replay.capture.outside:
             self._code.enter_context(self._random.outside("", self._code_parts))

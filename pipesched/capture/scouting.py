@@ -51,7 +51,7 @@ def form_of_call(leaves: Sequence[Any], spec: Hashable) -> Form | None:
 
 
 @dataclass(frozen=True)
-class _Result:
+class _ResultForm:
     """The form of a layer's result."""
 
     pattern: Pattern
@@ -60,16 +60,16 @@ class _Result:
     firsts: list[int]
 
     @classmethod
-    def of(cls, value: Any) -> "_Result":
+    def of(cls, value: Any) -> "_ResultForm":
         tensors: list[Tensor] = []
         pattern = Pattern(value, tensors=tensors)
         ids = [id(tensor) for tensor in tensors]
         return cls(pattern, [(tensor.dtype, tensor.shape) for tensor in tensors], [*map(ids.index, ids)])
 
-    def is_like(self, other: "_Result") -> bool:
+    def is_like(self, other: "_ResultForm") -> bool:
         return self.tensors == other.tensors and self.has_form_of(other)
 
-    def has_form_of(self, other: "_Result") -> bool:
+    def has_form_of(self, other: "_ResultForm") -> bool:
         """Return whether both results are equal except for their tensors."""
         same = self.firsts == other.firsts and self.pattern.has_numbers_of(other.pattern)
         return same and self.pattern.is_like(other.pattern)
@@ -78,11 +78,11 @@ class _Result:
     def sizes(self) -> list[int]:
         return [size for _, shape in self.tensors for size in shape]
 
-    def with_sizes(self, sizes: Iterable[int]) -> "_Result":
+    def with_sizes(self, sizes: Iterable[int]) -> "_ResultForm":
         """Return the form of a result that has other sizes."""
         rest = iter(sizes)
         tensors = [(dtype, torch.Size(next(rest) for _ in shape)) for dtype, shape in self.tensors]
-        return _Result(self.pattern, tensors, self.firsts)
+        return _ResultForm(self.pattern, tensors, self.firsts)
 
     def stand_ins(self) -> Any:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.tensors]
@@ -103,10 +103,10 @@ class LayerForms:
     def __init__(self, own: Collection[str]) -> None:
         self.own = own
         self._kinds: dict[str, int] = {}
-        self._first: dict[Any, list[tuple[_Result, int]]] = {}
-        self._results: dict[Any, _Result] = {}
+        self._first: dict[Any, list[tuple[_ResultForm, int]]] = {}
+        self._results: dict[Any, _ResultForm] = {}
         #: (kind, mode, form of the arguments without sizes) -> a result, and the rules for its sizes
-        self._rules: dict[Any, tuple[_Result, SizeRules]] = {}
+        self._rules: dict[Any, tuple[_ResultForm, SizeRules]] = {}
 
     @classmethod
     def of(cls, capture: Capture, layers: Mapping[str, nn.Module]) -> "LayerForms":
@@ -142,10 +142,10 @@ class LayerForms:
         with outside_kept():
             result = call_beside(layer, args, kwargs, again)
         if form is not None and all(tensor.is_meta for tensor in tensors_in(result)):  # else the code may read values
-            self._learn(name, layer, form, _Result.of(result))
+            self._learn(name, layer, form, _ResultForm.of(result))
         return result
 
-    def _known(self, name: str, training: bool, form: Form) -> _Result | None:
+    def _known(self, name: str, training: bool, form: Form) -> _ResultForm | None:
         kind = self._kinds.get(name)
         if (found := self._results.get((kind, training, form))) is not None:
             return found
@@ -156,7 +156,7 @@ class LayerForms:
         predicted = rules.predict(sizes)
         return None if predicted is None else result.with_sizes(predicted)
 
-    def _learn(self, name: str, layer: nn.Module, form: Form, made: _Result) -> None:
+    def _learn(self, name: str, layer: nn.Module, form: Form, made: _ResultForm) -> None:
         kind = self._kinds.setdefault(name, self._kind(layer, form, made))
         for table in (self._results, self._rules):
             if len(table) >= _MOST_FORMS:
@@ -169,7 +169,7 @@ class LayerForms:
         else:
             self._rules[kind, layer.training, sort] = made, SizeRules()
 
-    def _kind(self, layer: nn.Module, form: Form, made: _Result) -> int:
+    def _kind(self, layer: nn.Module, form: Form, made: _ResultForm) -> int:
         """Return the kind of a layer that has run for the first time."""
         shapes = tuple(parameter.shape for parameter in layer.parameters())
         alike = self._first.setdefault((type(layer), shapes, layer.training, form), [])

@@ -18,7 +18,7 @@ from pipesched.user_warning import warn
 if TYPE_CHECKING:
     from pipesched.capture.loss_rule import LossRule
 
-__all__ = ["Body", "CallLayer", "Chain", "Head", "call_with", "loss_entry"]
+__all__ = ["Body", "CallLayer", "Head", "LayerChain", "call_with", "loss_entry"]
 
 #: (name, number of earlier calls of the layer, the layer, args, kwargs) -> the layer's output
 CallLayer = Callable[[str, int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -65,7 +65,7 @@ class Body(Protocol):
         """
 
 
-class Chain:
+class LayerChain:
     """A chain of layers. The first layer's arguments are the model's inputs or the output of the previous stage.
 
     If ``watched`` is True, the first run in training mode warns about layers that draw random numbers from Python or
@@ -81,8 +81,8 @@ class Chain:
     def begin(self) -> None:
         """Do nothing, because each layer runs in its own mode."""
 
-    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Chain":
-        return Chain(layers)
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "LayerChain":
+        return LayerChain(layers)
 
     def inputs(self, inputs: Any, path: int = 0) -> Any:
         return inputs

@@ -7,11 +7,11 @@ from typing import Any
 
 from pipesched.capture.capture import INPUT, Call, Capture, Value
 
-__all__ = ["Homes", "Part", "cut_at"]
+__all__ = ["Homes", "StagePart", "cut_at"]
 
 
 @dataclass
-class Part:
+class StagePart:
     """The calls of a captured forward that one stage runs, and the values that this stage exchanges with other stages.
 
     If several stages use a value, each of these stages sends the value on to the next stage that uses it. The gradient
@@ -46,7 +46,7 @@ class Homes:
     stages: Mapping[str, Collection[int]]
 
     @classmethod
-    def of(cls, capture: Capture, parts: Sequence[Part], stages: Mapping[str, Collection[int]]) -> "Homes":
+    def of(cls, capture: Capture, parts: Sequence[StagePart], stages: Mapping[str, Collection[int]]) -> "Homes":
         own = {_key(capture.calls[index]): stage for stage, part in enumerate(parts) for index in part.own}
         return cls(calls=own, stages=stages)
 
@@ -68,7 +68,9 @@ def _key(call: Call) -> Any:
     return call.place, call.layer or call.uses
 
 
-def cut_at(capture: Capture, starts: Sequence[int], edges: Collection[tuple[int, int]] | None = None) -> list[Part]:
+def cut_at(
+    capture: Capture, starts: Sequence[int], edges: Collection[tuple[int, int]] | None = None
+) -> list[StagePart]:
     """Return one Part per stage. ``starts`` holds the index of each stage's first call; ``starts[0]`` must be 0.
 
     With ``edges``, stages send values along these pairs of stages only. If two stages are not such a pair, the stages
@@ -77,7 +79,7 @@ def cut_at(capture: Capture, starts: Sequence[int], edges: Collection[tuple[int,
     free = capture.free
     ends = [*starts[1:], len(capture.calls)]
     parts = [
-        Part(frozenset(index for index in range(start, end) if index not in free))
+        StagePart(frozenset(index for index in range(start, end) if index not in free))
         for start, end in zip(starts, ends, strict=True)
     ]
     home = {index: stage for stage, part in enumerate(parts) for index in part.own}

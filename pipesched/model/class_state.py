@@ -32,7 +32,7 @@ class ClassAttribute(NamedTuple):
     name: str
 
 
-class _Held(NamedTuple):
+class _AttributeValue(NamedTuple):
     """The value that a class attribute had at one time."""
 
     #: The attribute's value; if the value is a container, a copy of the container.
@@ -43,7 +43,7 @@ class _Held(NamedTuple):
     parts: tuple[Any, ...] = ()
 
 
-ClassState = Mapping[ClassAttribute, _Held]
+ClassState = Mapping[ClassAttribute, _AttributeValue]
 
 
 class _Contents:
@@ -83,9 +83,9 @@ def set_class_state(made: ClassState) -> None:
         setattr(owner, name, held.value)
 
 
-def _held(value: Any) -> _Held:
+def _held(value: Any) -> _AttributeValue:
     parts = tuple(vars(value).values()) if has_attributes(value) else ()
-    return _Held(copy.copy(value) if isinstance(value, GROWING) else value, _form(value), parts)
+    return _AttributeValue(copy.copy(value) if isinstance(value, GROWING) else value, _form(value), parts)
 
 
 def _form(value: Any, *, inside: bool = True) -> Any:

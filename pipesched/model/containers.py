@@ -105,7 +105,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class _Copies(ABC):
+class _ModuleCopies(ABC):
     """Copies of a model's modules. The copies refer to each other as the original modules do."""
 
     _shares = True  # lists and similar values that refer to no module are shared with the originals
@@ -140,7 +140,7 @@ class _Copies(ABC):
         return value if same else build(others)
 
 
-class Shells(_Copies):
+class Shells(_ModuleCopies):
     """Copies of a model's containers. The code of the copies calls the function ``call`` in place of each layer.
 
     Args:
@@ -322,7 +322,7 @@ class Shells(_Copies):
             yield name, None if child is None else self._copy(child)
 
 
-class Twin(_Copies):
+class Twin(_ModuleCopies):
     """A copy of a layer with the same tensors, so that two threads can replace the tensors independently."""
 
     _kept: tuple[str, ...] = ("_modules", "_parameters", "_buffers")

@@ -324,7 +324,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Registration:
     """The module and the key under which a tensor is registered."""
 
     module: nn.Module
@@ -346,7 +346,7 @@ class _Unit:
     #: The modules with unfilled tensors, submodules first.
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     #: The unfilled tensors that no earlier unit holds.
-    empty: list[tuple[_Place, Tensor]] = field(default_factory=list)
+    empty: list[tuple[_Registration, Tensor]] = field(default_factory=list)
     #: Buffers that are registered on a container itself.
     loose: list[Tensor] = field(default_factory=list)
 
@@ -365,7 +365,7 @@ def _units(model: nn.Module) -> list[_Unit]:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta and id(tensor) not in seen:
                 seen.add(id(tensor))
-                unit.empty.append((_Place(module, key, f"{name}.{key}".removeprefix(".")), tensor))
+                unit.empty.append((_Registration(module, key, f"{name}.{key}".removeprefix(".")), tensor))
     return list(units.values())
 
 

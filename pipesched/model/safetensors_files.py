@@ -24,7 +24,7 @@ __all__ = ["WeightFiles"]
 _LONGEST_NAME = 255  # bytes; the limit of common file systems
 
 
-class _Entry(NamedTuple):
+class _TensorInFile(NamedTuple):
     """A tensor's file, dtype and shape."""
 
     path: Path
@@ -45,7 +45,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
     def __init__(self, paths: str | PathLike[str] | Sequence[str | PathLike[str]]) -> None:
         several = [paths] if isinstance(paths, str | PathLike) else paths
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _TensorInFile] = {}
         for path in dict.fromkeys(file for given in several for file in _files(Path(fspath(given)))):
             for name, entry in _entries(path):
                 if name in self._entries:
@@ -134,7 +134,7 @@ def _named_files(path: Path) -> set[Path]:
     return {Path(name) for name in names}
 
 
-def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
+def _entries(path: Path) -> Iterator[tuple[str, _TensorInFile]]:
     if not path.is_file():
         raise InputError(
             f"every safetensors file that an index names must be in the folder of the index; {path} does not exist; "
@@ -143,7 +143,7 @@ def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  file is not a mapping
             tensor = file.get_tensor(name)  # mapped, not read
-            yield name, _Entry(path, tensor.dtype, tuple(tensor.shape))
+            yield name, _TensorInFile(path, tensor.dtype, tuple(tensor.shape))
 
 
 def _read(name: str, into: Tensor, path: Path) -> None:

@@ -201,7 +201,7 @@ def _memory(tensor: Tensor) -> int:
         return 0
 
 
-class _Copies:
+class _TensorCopies:
     """Copies each tensor before an operation of this thread writes to it."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -223,8 +223,8 @@ class _Copies:
         return func(*args, **kwargs)
 
 
-class _CopiesOfWritten(_Copies, DispatchMode):
-    """The dispatch mode of `_Copies`. tensors/memory_tracker.py explains why it is a separate class."""
+class _CopiesOfWritten(_TensorCopies, DispatchMode):
+    """The dispatch mode of `_TensorCopies`. tensors/memory_tracker.py explains why it is a separate class."""
 
     supports_higher_order_operators = True
 

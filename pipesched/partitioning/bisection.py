@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipesched.partitioning.activation_options import ActivationOption
-from pipesched.partitioning.slots import Slot
+from pipesched.partitioning.slots import StageSlot
 from pipesched.progress import advance
 
-__all__ = ["INFINITE", "Fails", "Found", "smallest"]
+__all__ = ["INFINITE", "Fails", "FoundPartition", "smallest"]
 
 INFINITE = 2**61  # larger than any time in ticks
 
@@ -21,7 +21,7 @@ class Fails:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundPartition:
     """The result of a probe that finds a partition within the bound."""
 
     #: The bottleneck in ticks.
@@ -31,12 +31,12 @@ class Found:
     #: For each stage, the position in ``order`` just after the stage's last block.
     ends: list[int]
     #: The slot of each stage, including the stage's rank.
-    slots: list[Slot]
+    slots: list[StageSlot]
     #: The activation option of each layer; empty if all activations are kept on the device.
     chosen: tuple[ActivationOption, ...] = ()
 
 
-def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tuple[Found | None, int]:
+def smallest(low: int, guess: int, probe: Callable[[int], FoundPartition | Fails]) -> tuple[FoundPartition | None, int]:
     """Find the partition with the smallest bottleneck.
 
     Args:
@@ -61,7 +61,7 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
         probed = probe(middle)
         advance()
         probes += 1
-        if isinstance(probed, Found):
+        if isinstance(probed, FoundPartition):
             best = probed
         else:
             low = max(probed.following, middle + 1)

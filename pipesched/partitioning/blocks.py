@@ -167,7 +167,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
         if by_memory:
             costs = costs + blocks.layers.state_bytes + blocks.layers.activation_bytes
         free = np.flatnonzero(blocks.total(costs) == 0).tolist()
-        size = _Sizes(blocks) if by_size else None
+        size = _BlockSizes(blocks) if by_size else None
         joined = _joined(blocks, free, size) or _joined_forward(blocks, free, size)
         if not joined:
             return blocks
@@ -177,7 +177,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
         blocks = contract(blocks.layers, [*whole, *leader])
 
 
-class _Sizes:
+class _BlockSizes:
     """For each block, the bytes that it produces for other blocks, and the tensors of other blocks that it uses."""
 
     def __init__(self, blocks: Blocks) -> None:
@@ -189,7 +189,7 @@ class _Sizes:
                 self.used[consumer].append(tensor)
 
 
-def _joined(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
+def _joined(blocks: Blocks, free: list[int], sizes: _BlockSizes | None) -> list[tuple[int, int]]:
     joined = []
     for block in free:
         producers = blocks.producers[block]
@@ -200,7 +200,7 @@ def _joined(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> list[tuple
     return joined
 
 
-def _joined_forward(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
+def _joined_forward(blocks: Blocks, free: list[int], sizes: _BlockSizes | None) -> list[tuple[int, int]]:
     joined = []
     for block in free:
         consumers = blocks.consumers[block]

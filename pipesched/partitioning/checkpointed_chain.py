@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from pipesched.partitioning.activation_options import ActivationOption
-from pipesched.partitioning.bisection import INFINITE, Fails, Found
+from pipesched.partitioning.bisection import INFINITE, Fails, FoundPartition
 from pipesched.partitioning.knapsack import Knapsack
-from pipesched.partitioning.slots import LineUp, Slot, Toll
+from pipesched.partitioning.slots import RankLayout, StageSlot, TransferCost
 
 __all__ = ["CheckpointedChain"]
 
@@ -40,8 +40,8 @@ class CheckpointedChain:
         order: the blocks, in the order to search.
         members: the layers of each block.
         options: the activation options of each layer.
-        toll: the transfer time at each cut.
-        line_up: the slots, that is, which stages can run on which ranks.
+        transfer: the transfer time at each cut.
+        layout: the slots, that is, which stages can run on which ranks.
         spans: entry k is the first and the last cut at which stage k - 1 is allowed to end.
 
     """
@@ -51,14 +51,14 @@ class CheckpointedChain:
         order: list[int],
         members: Sequence[Sequence[int]],
         options: Sequence[Sequence[ActivationOption]],
-        toll: Toll,
-        line_up: LineUp,
+        transfer: TransferCost,
+        layout: RankLayout,
         spans: Sequence[Run],
     ) -> None:
         self._order = order
         self._end = len(order)
-        self._toll = toll.ticks.tolist()
-        self._line_up = line_up
+        self._transfer = transfer.ticks.tolist()
+        self._layout = layout
         self._spans = spans
         in_order = [members[block] for block in order]
         fastest = [sum(min(c.ticks for c in options[layer]) for layer in block) for block in in_order]
@@ -70,17 +70,17 @@ class CheckpointedChain:
         self.knapsack = Knapsack(options)
         self._items: dict[int, list[int]] = {}
         times: dict[tuple[object, ...], dict[Run, int]] = {}
-        self._times = [times.setdefault((s.in_flight, s.limit, s.speed), {}) for s in line_up.slots]
-        self._alone: list[list[int]] = [[] for _ in line_up.slots]
+        self._times = [times.setdefault((s.in_flight, s.limit, s.speed), {}) for s in layout.slots]
+        self._alone: list[list[int]] = [[] for _ in layout.slots]
 
     # ---- the cost of a stage ----------------------------------------------------------------------------------------
 
-    def _held(self, slot: Slot, begin: int, end: int) -> list[int]:
+    def _held(self, slot: StageSlot, begin: int, end: int) -> list[int]:
         if slot.in_flight not in self._items:
             self._items[slot.in_flight] = [self.knapsack.item(layer, slot.in_flight) for layer in self._row.layers]
         return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
 
-    def time(self, slot: Slot, begin: int, end: int) -> int:
+    def time(self, slot: StageSlot, begin: int, end: int) -> int:
         """Return the shortest time in ticks of a stage between two cuts; INFINITE if memory is too small."""
         known = self._times[slot.stage]
         ticks = known.get((begin, end))
@@ -88,7 +88,7 @@ class CheckpointedChain:
             ticks = known[begin, end] = self.knapsack.least(self._held(slot, begin, end), slot.limit, slot.speed)
         return ticks
 
-    def with_choices(self, found: Found) -> Found:
+    def with_choices(self, found: FoundPartition) -> FoundPartition:
         """Choose an activation option for each layer, and return a copy of the partition with these options."""
         chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
@@ -98,12 +98,12 @@ class CheckpointedChain:
 
     # ---- reachable cuts ---------------------------------------------------------------------------------------------
 
-    def probe(self, bound: int) -> Found | Fails:
+    def probe(self, bound: int) -> FoundPartition | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks. Earlier stages are as large as possible."""
         following = INFINITE
         bound = min(bound, INFINITE - 1)
         reached: list[list[Run]] = [[(0, 0)]]
-        for slot in self._line_up.slots:
+        for slot in self._layout.slots:
             ends: list[Run] = []
             for begins in reached[-1]:
                 for first, last in self._fitting(slot, begins, bound):
@@ -121,10 +121,10 @@ class CheckpointedChain:
             return Fails(following)
         return self._found(reached, bound)
 
-    def _may_be_empty(self, slot: Slot) -> bool:
-        return slot.stage >= self._line_up.skippable
+    def _may_be_empty(self, slot: StageSlot) -> bool:
+        return slot.stage >= self._layout.skippable
 
-    def _single(self, slot: Slot) -> list[int]:
+    def _single(self, slot: StageSlot) -> list[int]:
         """Return, for each block, the ticks of a stage with only this block. The last entry is the maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
@@ -133,7 +133,7 @@ class CheckpointedChain:
             self._alone[slot.stage] = [*own, max(own)]
         return self._alone[slot.stage]
 
-    def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
+    def _fitting(self, slot: StageSlot, begins: Run, bound: int) -> Iterator[Run]:
         """Remove impossible starts from a run of stage starts, and yield the runs that remain.
 
         A start is impossible if the first block of the stage alone takes longer than the bound.
@@ -149,7 +149,7 @@ class CheckpointedChain:
         if first <= last:
             yield first, last
 
-    def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
+    def _next_alone(self, slot: StageSlot, begins: Sequence[Run], bound: int) -> int:
         """Return the smallest bound above ``bound`` that makes more starts possible; INFINITE if no bound does.
 
         ``begins`` are the runs of starts to consider. A start is possible if the first block of the stage alone takes
@@ -161,7 +161,7 @@ class CheckpointedChain:
         times = (single[begin] for first, last in begins for begin in range(first, min(last + 1, self._end)))
         return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
-    def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
+    def _furthest(self, slot: StageSlot, begin: int, bound: int) -> int:
         """Return the last cut at which a stage that starts at ``begin`` can end within the bound.
 
         The caller has checked that the first block of the stage alone is within the bound.
@@ -176,24 +176,24 @@ class CheckpointedChain:
         return begin + 1 + bisect_right(ends, bound, key=lambda end: self.time(slot, begin, end))
 
     def _next_toll(self, ends: Sequence[Run], bound: int) -> int:
-        if len(self._toll) == 1:
+        if len(self._transfer) == 1:
             return INFINITE
-        tolls = (self._toll[end] for first, last in ends for end in range(first, last + 1))
+        tolls = (self._transfer[end] for first, last in ends for end in range(first, last + 1))
         return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
         """Remove the cuts whose transfer time exceeds the bound, and return the runs that remain."""
-        if len(self._toll) == 1:
+        if len(self._transfer) == 1:
             return ends
-        return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
+        return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._transfer[e] <= bound])
 
     # ---- a partition ------------------------------------------------------------------------------------------------
 
-    def _found(self, reached: Sequence[Sequence[Run]], bound: int) -> Found:
+    def _found(self, reached: Sequence[Sequence[Run]], bound: int) -> FoundPartition:
         ends = []
         slots = []
         stop = self._end
-        for begins, slot in zip(reached[-2::-1], self._line_up.slots[::-1], strict=True):
+        for begins, slot in zip(reached[-2::-1], self._layout.slots[::-1], strict=True):
             begin = _last_before(begins, stop)
             if begin is not None and self.time(slot, begin, stop) <= bound:
                 ends.append(stop)
@@ -201,19 +201,19 @@ class CheckpointedChain:
                 stop = begin
         return self._as_found(ends[::-1], slots[::-1])
 
-    def _as_found(self, ends: list[int], slots: list[Slot]) -> Found:
+    def _as_found(self, ends: list[int], slots: list[StageSlot]) -> FoundPartition:
         times = [self.time(slot, begin, end) for slot, (begin, end) in zip(slots, pairwise([0, *ends]), strict=True)]
-        if len(self._toll) > 1:
-            times += [self._toll[end] for end in ends]
-        return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
+        if len(self._transfer) > 1:
+            times += [self._transfer[end] for end in ends]
+        return FoundPartition(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
-    def settled(self, found: Found) -> Found:
+    def settled(self, found: FoundPartition) -> FoundPartition:
         """Return the partition with the least total time of all stages and the same bottleneck as ``found``.
 
         On ties, the times of the stages are as even as possible. The result includes the activation option of each
         layer. If ``found`` has fewer stages than there are slots, the result has the cuts of ``found``.
         """
-        slots = self._line_up.slots
+        slots = self._layout.slots
         fastest = self._row.fastest
         bottleneck = found.bottleneck
         if len(found.slots) < len(slots):
@@ -241,7 +241,7 @@ class CheckpointedChain:
         return self.with_choices(self._as_found(cuts[-2::-1], list(slots)))
 
     def _toll_of(self, cut: int) -> int:
-        return self._toll[cut] if len(self._toll) > 1 else 0
+        return self._transfer[cut] if len(self._transfer) > 1 else 0
 
 
 def _joined(runs: Sequence[Run], first: int = 0, last: int = INFINITE) -> list[Run]:

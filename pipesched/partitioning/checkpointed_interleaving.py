@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipesched.partitioning.activation_options import ActivationOption
-from pipesched.partitioning.bisection import INFINITE, Found
+from pipesched.partitioning.bisection import INFINITE, FoundPartition
 from pipesched.partitioning.blocks import cuts_of
 from pipesched.partitioning.knapsack import Knapsack
-from pipesched.partitioning.problem import Problem
+from pipesched.partitioning.problem import CutProblem
 
 __all__ = ["CheckpointedRanks"]
 
@@ -26,20 +26,20 @@ Stages = tuple[tuple[int, int], ...]  # (begin, end) of each stage of a rank
 class CheckpointedRanks:
     """Computes the time and memory of each rank for cuts of one order of the blocks, and searches for better cuts."""
 
-    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
-        self._line_up = problem.line_up
+    def __init__(self, problem: CutProblem, order: Sequence[int]) -> None:
+        self._layout = problem.layout
         self.order = list(order)
         self._members = [problem.blocks.members[block] for block in order]
         self._spans = problem.spans(order)
         self.knapsack = Knapsack(problem.options)
-        toll = problem.toll(cuts_of(problem.blocks, order)).ticks.tolist()
-        slots = problem.line_up.slots
-        self._toll: list[int] = toll if len(toll) > 1 else [0] * (len(order) + 1)
-        self._own = [[s for s, slot in enumerate(slots) if slot.rank == r] for r in range(len(problem.line_up.ranks))]
+        transfer = problem.transfer(cuts_of(problem.blocks, order)).ticks.tolist()
+        slots = problem.layout.slots
+        self._transfer: list[int] = transfer if len(transfer) > 1 else [0] * (len(order) + 1)
+        self._own = [[s for s, slot in enumerate(slots) if slot.rank == r] for r in range(len(problem.layout.ranks))]
         self._links = [at for at, (slot, following) in enumerate(pairwise(slots), 1) if slot.rank != following.rank]
         self._known: dict[tuple[int, Stages], tuple[int, int]] = {}
 
-    def descended(self, cuts: list[int]) -> Found | None:
+    def descended(self, cuts: list[int]) -> FoundPartition | None:
         """Move cuts one at a time while a move decreases `_key`.
 
         Args:
@@ -74,7 +74,7 @@ class CheckpointedRanks:
         """
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]
-        busiest = max(times + [self._toll[cuts[at]] for at in self._links])
+        busiest = max(times + [self._transfer[cuts[at]] for at in self._links])
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class CheckpointedRanks:
         If the layers do not fit with any choice of options, the time is the shortest time without the limit.
         """
         if (rank, stages) not in self._known:
-            kind = self._line_up.ranks[rank]
+            kind = self._layout.ranks[rank]
             items = self._items(rank, stages)[1]
             excess = 0
             ticks = self.knapsack.least(items, kind.limit, kind.speed)
@@ -100,18 +100,18 @@ class CheckpointedRanks:
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):
             of_stage = [layer for block in self._members[begin:end] for layer in block]
             layers += of_stage
-            items += [self.knapsack.item(layer, self._line_up.slots[stage].in_flight) for layer in of_stage]
+            items += [self.knapsack.item(layer, self._layout.slots[stage].in_flight) for layer in of_stage]
         return layers, items
 
-    def _with_choices(self, bottleneck: int, cuts: Sequence[int]) -> Found:
+    def _with_choices(self, bottleneck: int, cuts: Sequence[int]) -> FoundPartition:
         of_layer: dict[int, ActivationOption] = {}
-        for rank, kind in enumerate(self._line_up.ranks):
+        for rank, kind in enumerate(self._layout.ranks):
             layers, items = self._items(rank, tuple((cuts[s], cuts[s + 1]) for s in self._own[rank]))
             of_layer.update(zip(layers, self.knapsack.chosen(items, kind.limit, kind.speed), strict=True))
-        return Found(
+        return FoundPartition(
             bottleneck=bottleneck,
             order=self.order,
             ends=list(cuts[1:]),
-            slots=list(self._line_up.slots),
+            slots=list(self._layout.slots),
             chosen=tuple(of_layer[layer] for layer in range(len(of_layer))),
         )

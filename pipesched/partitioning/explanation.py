@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from pipesched.partitioning.activation_options import ActivationOption, with_copies
-from pipesched.partitioning.bisection import Found
+from pipesched.partitioning.bisection import FoundPartition
 from pipesched.partitioning.blocks import Cuts, cuts_of
-from pipesched.partitioning.problem import Problem
+from pipesched.partitioning.problem import CutProblem
 from pipesched.partitioning.result import Partition, StageSummary, span
-from pipesched.partitioning.search import Solution
-from pipesched.partitioning.slots import Slot, Toll
+from pipesched.partitioning.search import PartitionSolution
+from pipesched.partitioning.slots import StageSlot, TransferCost
 from pipesched.program.action_arrays import Ints
 from pipesched.units import counted, quote_bytes, quote_time
 
@@ -23,31 +23,31 @@ __all__ = ["explained"]
 class _StageCosts:
     """The costs of a partition's stages."""
 
-    problem: Problem
-    found: Found
+    problem: CutProblem
+    found: FoundPartition
 
     @cached_property
     def cuts(self) -> Cuts:
         return cuts_of(self.problem.blocks, self.found.order)
 
     @cached_property
-    def toll(self) -> Toll:
-        toll = self.problem.toll(self.cuts)
+    def transfer(self) -> TransferCost:
+        transfer = self.problem.transfer(self.cuts)
         inside = [end for (slot, _, end), (other, _, _) in pairwise(self.stages) if slot.rank == other.rank]
-        if inside and len(toll.ticks) > 1:
-            toll.ticks[inside] = 0
-        return toll
+        if inside and len(transfer.ticks) > 1:
+            transfer.ticks[inside] = 0
+        return transfer
 
     @cached_property
     def weighed(self) -> dict[Any, tuple[Ints, Ints]]:
-        return {slot.speed: slot.weighed(self.cuts, self.toll) for slot in self.found.slots}
+        return {slot.speed: slot.weighed(self.cuts, self.transfer) for slot in self.found.slots}
 
     @cached_property
-    def stages(self) -> list[tuple[Slot, int, int]]:
+    def stages(self) -> list[tuple[StageSlot, int, int]]:
         """The slot, the start cut and the end cut of each stage."""
         return [(slot, a, b) for slot, (a, b) in zip(self.found.slots, pairwise([0, *self.found.ends]), strict=True)]
 
-    def time(self, slot: Slot, begin: int, end: int) -> int:
+    def time(self, slot: StageSlot, begin: int, end: int) -> int:
         """Return the time of a stage between two cuts, in ticks."""
         if self.found.chosen:
             chosen = self.chosen(begin, end)
@@ -61,7 +61,7 @@ class _StageCosts:
         """Return the activation option of each layer between two cuts; [] if all activations are kept on the device."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
-    def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
+    def held(self, slot: StageSlot, begin: int, end: int) -> tuple[int, int]:
         """Return a stage's activations for all micro-batches in flight, and the stage's total memory, both in bytes."""
         chosen = self.chosen(begin, end)
         if chosen:
@@ -78,7 +78,7 @@ class _StageCosts:
         return sorted(layer for block in self.found.order[begin:end] for layer in members[block])
 
 
-def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
+def explained(problem: CutProblem, found: FoundPartition, solution: PartitionSolution) -> Partition:
     """Build a `Partition` with the cost of each stage, and an explanation of why no other partition is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
@@ -122,11 +122,11 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
         )
 
 
-def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
+def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: PartitionSolution) -> tuple[str, str]:
     """Return two texts: the name of the bottleneck (stage, rank or cut), and why no other partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
-    if problem.line_up.shares_ranks:
+    if problem.layout.shares_ranks:
         return _busiest(costs), f"cuts were moved until no move made the busiest rank faster; {_lower(problem)}"
     bound = _lower(problem)
     for stage, (slot, begin, end) in enumerate(costs.stages):
@@ -135,7 +135,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
             moves = [] if costs.found.chosen else list(_moves(costs, stage))
             break
     else:
-        stage = next(at for at, (_, _, end) in enumerate(costs.stages) if costs.toll.ticks[end] == ticks)
+        stage = next(at for at, (_, _, end) in enumerate(costs.stages) if costs.transfer.ticks[end] == ticks)
         at = f"the cut after stage {stage} ({quote_bytes(costs.cuts.sent_bytes[costs.stages[stage][2]])} each way)"
         moves = []
     if not solution.exact and costs.found.chosen:
@@ -172,17 +172,17 @@ def _busiest(costs: _StageCosts) -> str:
     return f"rank {rank} (stages {', '.join(of_rank)})"
 
 
-def _lower(problem: Problem) -> str:
+def _lower(problem: CutProblem) -> str:
     """Return a text that explains the lower bound on the bottleneck."""
     layers = problem.blocks.layers
-    ranks = problem.line_up.ranks
+    ranks = problem.layout.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
     if problem.lower == even:
         return f"all work divided equally would take {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
     return _alone(problem, problem.heaviest, quote_time(layers.seconds(problem.lower)))
 
 
-def _named(problem: Problem, block: int) -> str:
+def _named(problem: CutProblem, block: int) -> str:
     """Return the name of a block's first layer, and the number of other layers in the block."""
     members = problem.blocks.members[block]
     first = f"layer {problem.blocks.layers.names[members[0]]}"
@@ -190,7 +190,7 @@ def _named(problem: Problem, block: int) -> str:
     return first if len(members) == 1 else f"{first} and {others} that must be in the same stage"
 
 
-def _alone(problem: Problem, block: int, time: str) -> str:
+def _alone(problem: CutProblem, block: int, time: str) -> str:
     """Return a text with the time of one block."""
     alone = len(problem.blocks.members[block]) == 1
     return f"{_named(problem, block)} {f'alone takes {time}' if alone else f'take {time} together'}"

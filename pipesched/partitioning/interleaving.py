@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipesched.partitioning.bisection import Found
+from pipesched.partitioning.bisection import FoundPartition
 from pipesched.partitioning.blocks import cuts_of
 from pipesched.partitioning.checkpointed_interleaving import CheckpointedRanks
-from pipesched.partitioning.problem import Problem
-from pipesched.partitioning.search import Solution, filled_up, solve
-from pipesched.partitioning.slots import Rank, fixed_order
+from pipesched.partitioning.problem import CutProblem
+from pipesched.partitioning.search import PartitionSolution, filled_up, solve
+from pipesched.partitioning.slots import RankCapacity, fixed_order
 
 __all__ = ["solved"]
 
@@ -29,17 +29,17 @@ _MOVES = 400  # upper bound on the number of kicks x the number of stages
 Key = tuple[int, int, float]
 
 
-def solved(problem: Problem, most_ideals: int) -> Solution:
+def solved(problem: CutProblem, most_ideals: int) -> PartitionSolution:
     """Find the partition with the smallest bottleneck.
 
     If ranks have several stages, an exact search finds only the starting point. The descent from this point may end
     with a bottleneck above the optimum.
     """
-    slots = problem.line_up.slots
-    if not problem.line_up.shares_ranks:
+    slots = problem.layout.slots
+    if not problem.layout.shares_ranks:
         return solve(problem, most_ideals)
-    alike = fixed_order([Rank()] * len(slots), [1] * len(slots), exactly=bool(problem.pins), pinned=0)
-    begin = solve(replace(problem, line_up=alike, options=()), most_ideals)
+    alike = fixed_order([RankCapacity()] * len(slots), [1] * len(slots), exactly=bool(problem.pins), pinned=0)
+    begin = solve(replace(problem, layout=alike, options=()), most_ideals)
     if begin.found is None:
         return begin
     found = _with_choices(problem, begin) if problem.options else _descended(problem, begin).found
@@ -47,28 +47,28 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
     return replace(begin, found=found, lower=problem.lower, exact=exact)
 
 
-def _descended(problem: Problem, begin: Solution) -> "_Descent":
-    descents = [_Descent(problem, *begun) for begun in _begins(problem, begin, len(problem.line_up.slots))]
+def _descended(problem: CutProblem, begin: PartitionSolution) -> "_Descent":
+    descents = [_Descent(problem, *begun) for begun in _begins(problem, begin, len(problem.layout.slots))]
     best = min(descents, key=_Descent.run)
     best.kicked(problem.lower)
     return best
 
 
-def _with_choices(problem: Problem, begin: Solution) -> Found | None:
+def _with_choices(problem: CutProblem, begin: PartitionSolution) -> FoundPartition | None:
     """Choose cuts and activation options by descent from two starting points. The blocks stay in graph order.
 
     The starting points are the best cuts with all activations kept on the device, without and with memory limits.
     """
-    line_up = problem.line_up
+    layout = problem.layout
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
     begins = [
-        _descended(replace(problem, line_up=limits, options=()), begin) for limits in (line_up.without_limits, line_up)
+        _descended(replace(problem, layout=limits, options=()), begin) for limits in (layout.without_limits, layout)
     ]
     found = [kept.descended(descent.cuts) for descent in begins if descent.order == kept.order]
     return min((each for each in found if each), key=lambda each: each.bottleneck, default=None)
 
 
-def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
+def _begins(problem: CutProblem, begin: PartitionSolution, count: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the starting points of the descent. A starting point is an order of the blocks and the cuts of this order.
 
     The cuts minimise the time of the slowest stage. If there are no pins, this function also yields cuts that divide
@@ -93,16 +93,16 @@ class _Descent:
     ``cuts`` are the current cuts, including the start and the end of the order.
     """
 
-    def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
+    def __init__(self, problem: CutProblem, order: list[int], cuts: list[int]) -> None:
         self.order = order
         self.cuts = cuts
         self._seen: set[tuple[int, ...]] = set()  # cuts from which the descent has already run
-        self._slots, self._ranks = slots, _ = problem.line_up.slots, problem.line_up.ranks
+        self._slots, self._ranks = slots, _ = problem.layout.slots, problem.layout.ranks
         places = cuts_of(problem.blocks, order)
-        toll = problem.toll(places)
+        transfer = problem.transfer(places)
         self._spans = problem.spans(order)
-        self._toll: list[int] = np.broadcast_to(toll.ticks, len(places)).tolist()
-        self._blocking = toll.blocking
+        self._transfer: list[int] = np.broadcast_to(transfer.ticks, len(places)).tolist()
+        self._blocking = transfer.blocking
         work = {scale: (places.work * scale).tolist() for scale in {slot.speed.denominator for slot in slots}}
         self._work: list[tuple[list[int], int]] = [
             (work[slot.speed.denominator], slot.speed.numerator) for slot in slots
@@ -129,12 +129,12 @@ class _Descent:
         return self.key
 
     @property
-    def found(self) -> Found | None:
+    def found(self) -> FoundPartition | None:
         """The partition; None if a rank exceeds its memory limit."""
         excess, bottleneck, _ = self.key
         if excess:
             return None
-        return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
+        return FoundPartition(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
         """Repeatedly move some neighbouring cuts at random, then descend. Undo moves that bring no improvement."""
@@ -182,12 +182,12 @@ class _Descent:
         """
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
-        toll = times * self._toll[self.cuts[index]] if before != after else 0
+        transfer = times * self._transfer[self.cuts[index]] if before != after else 0
         if self._blocking:
-            self._loads[before] += toll
-            self._loads[after] += toll
+            self._loads[before] += transfer
+            self._loads[after] += transfer
         else:
-            self._busy[index] += toll
+            self._busy[index] += transfer
 
     def _key(self) -> Key:
         excess = sum(self._excess(rank, held) for rank, held in enumerate(self._held))
@@ -261,9 +261,9 @@ class _Descent:
             return self._excess(rank, held), max(load, others), float(load) ** 2
         next_load = self._loads[next_rank] + next_load
         next_held = self._held[next_rank] + next_held
-        toll = self._toll[place]
+        transfer = self._transfer[place]
         if self._blocking:
-            load = load + toll
-            next_load = next_load + toll
+            load = load + transfer
+            next_load = next_load + transfer
         excess = self._excess(rank, held) + self._excess(next_rank, next_held)
-        return excess, max(load, next_load, toll, others), float(load) ** 2 + float(next_load) ** 2
+        return excess, max(load, next_load, transfer, others), float(load) ** 2 + float(next_load) ** 2

@@ -13,10 +13,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.partitioning.bisection import INFINITE, Fails, Found
+from pipesched.partitioning.bisection import INFINITE, Fails, FoundPartition
 from pipesched.partitioning.order_ideals import Ideals
 from pipesched.partitioning.pareto_fronts import Front
-from pipesched.partitioning.slots import LineUp, Slot, Toll
+from pipesched.partitioning.slots import RankLayout, StageSlot, TransferCost
 from pipesched.program.action_arrays import Ints
 
 __all__ = ["Lattice"]
@@ -29,30 +29,32 @@ class Lattice:
 
     Args:
         ideals: all order ideals of the blocks.
-        toll: the transfer time at each ideal's cut.
-        line_up: the slots, that is, which stages can run on which ranks.
+        transfer: the transfer time at each ideal's cut.
+        layout: the slots, that is, which stages can run on which ranks.
         allowed: entry k is a mask of the ideals at which stage k - 1 is allowed to end. Stages without an entry can end
             at any ideal.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
 
     """
 
-    def __init__(self, ideals: Ideals, toll: Toll, line_up: LineUp, allowed: Mapping[int, Bools], ceiling: int) -> None:
+    def __init__(
+        self, ideals: Ideals, transfer: TransferCost, layout: RankLayout, allowed: Mapping[int, Bools], ceiling: int
+    ) -> None:
         self._ideals = ideals
-        self._toll = toll
-        self._line_up = line_up
+        self._transfer = transfer
+        self._layout = layout
         self._allowed = allowed
-        slots = line_up.slots
+        slots = layout.slots
         cuts = ideals.cuts
         speeds = sorted({slot.speed for slot in slots})
-        weighed = [next(s for s in slots if s.speed == speed).weighed(cuts, toll) for speed in speeds]
+        weighed = [next(s for s in slots if s.speed == speed).weighed(cuts, transfer) for speed in speeds]
         self._ends, self._begins = (np.stack(column) for column in zip(*weighed, strict=True))
         self._kind = np.array([speeds.index(slot.speed) for slot in slots])
         self._sources = np.array([slot.source for slot in slots])
         targets = np.array([slot.target for slot in slots])
-        self._first_of_target = np.searchsorted(targets, np.arange(1, line_up.num_states))
+        self._first_of_target = np.searchsorted(targets, np.arange(1, layout.num_states))
         self._memory: Ints | None = None
-        if line_up.capped:
+        if layout.capped:
             self._memory = np.stack([slot.memory(cuts) for slot in slots])
             most = int(self._memory.max())
             self._caps = np.array([most if slot.limit is None else slot.limit for slot in slots])
@@ -60,19 +62,21 @@ class Lattice:
         self._most = np.maximum.reduceat(cuts.work, ideals.levels[:-1])
         self._bands = self._bands_below(ceiling)
 
-    def probe(self, bound: int) -> Found | Fails:
+    def probe(self, bound: int) -> FoundPartition | Fails:
         """Find a partition within the bound.
 
         Prefers the partition with the fewest stages and, on ties, the fewest bytes across the last cut.
         """
-        line_up = self._line_up
+        layout = self._layout
         ideals = self._ideals
-        limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in line_up.slots])
-        closed = np.zeros((len(line_up.slots), len(ideals)), bool)
-        crossing = self._toll.ticks[self._toll.ticks > bound] if not self._toll.blocking else np.zeros(0, np.int64)
-        open_cuts = self._toll.ticks <= bound if len(crossing) else None
+        limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in layout.slots])
+        closed = np.zeros((len(layout.slots), len(ideals)), bool)
+        crossing = (
+            self._transfer.ticks[self._transfer.ticks > bound] if not self._transfer.blocking else np.zeros(0, np.int64)
+        )
+        open_cuts = self._transfer.ticks <= bound if len(crossing) else None
         following = int(crossing.min(initial=INFINITE))
-        front = Front(len(line_up.slots), capped=line_up.capped)
+        front = Front(len(layout.slots), capped=layout.capped)
         for level in range(len(ideals.levels) - 1):
             first, last = ideals.levels[level : level + 2]
             rows = slice(*self._bands[level])
@@ -88,7 +92,7 @@ class Lattice:
             begun = self._reached(closed[:, first:last], empty=not level)[self._sources[rows]]
             front.begin(rows, begun, self._column(self._begins, rows, first, last), self._memory_of(rows, first, last))
         reached = self._reached(closed[:, -1:], empty=len(ideals) == 1)[:, 0]
-        state = next((state for state in line_up.accepted if reached[state]), None)
+        state = next((state for state in layout.accepted if reached[state]), None)
         return Fails(following) if state is None else self._found(state, closed, limits)
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
@@ -96,11 +100,11 @@ class Lattice:
 
         The range depends on the work that all other slots can do within the bound.
         """
-        count = len(self._line_up.slots)
-        if not self._line_up.in_line:
+        count = len(self._layout.slots)
+        if not self._layout.in_line:
             return [(0, count)] * len(self._least)
         total = int(self._most[-1])
-        able = [bound * slot.speed.numerator // slot.speed.denominator + 1 for slot in self._line_up.slots]
+        able = [bound * slot.speed.numerator // slot.speed.denominator + 1 for slot in self._layout.slots]
         up_to = np.array([min(total, done) for done in accumulate(able)])
         behind = np.array([min(total, done) for done in accumulate(reversed(able))][::-1])
         first = np.searchsorted(up_to, self._least)
@@ -125,11 +129,11 @@ class Lattice:
         return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])
 
     def _times(self, costs: Ints, rows: slice) -> list[int]:
-        slots = self._line_up.slots[rows]
+        slots = self._layout.slots[rows]
         return [slot.time(cost) for slot, cost in zip(slots, costs.tolist(), strict=True) if cost < INFINITE // 2]
 
     def _keep_pins(self, closed: Bools, first: int, last: int) -> None:
-        for index, slot in enumerate(self._line_up.slots):
+        for index, slot in enumerate(self._layout.slots):
             if slot.stage + 1 in self._allowed:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
@@ -139,46 +143,46 @@ class Lattice:
         A pair is reachable if the blocks of the ideal can be divided into stages that lead to the state. Stages that
         are allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
-        reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
+        reached = np.zeros((self._layout.num_states, closed.shape[1]), bool)
         reached[0] = empty
         reached[1:] = np.logical_or.reduceat(closed, self._first_of_target, axis=0)
-        if self._line_up.in_line:
-            some = self._line_up.skippable
+        if self._layout.in_line:
+            some = self._layout.skippable
             np.logical_or.accumulate(reached[some:], axis=0, out=reached[some:])
         return reached
 
     def _reached_in(self, state: int, closed: Bools) -> Bools:
         """Return a mask of the ideals whose blocks can be divided into the stages that lead to ``state``."""
-        skippable = self._line_up.skippable if self._line_up.in_line else self._line_up.num_states
+        skippable = self._layout.skippable if self._layout.in_line else self._layout.num_states
         fewest = min(state, skippable)
-        rows = [index for index, slot in enumerate(self._line_up.slots) if fewest <= slot.target <= state]
+        rows = [index for index, slot in enumerate(self._layout.slots) if fewest <= slot.target <= state]
         reached = np.logical_or.reduce(closed[rows], axis=0) if rows else np.zeros(closed.shape[1], bool)
         reached[0] = fewest == 0
         return np.asarray(reached)
 
     # ---- the stages ------------------------------------------------------------------------------------------------
 
-    def _found(self, state: int, closed: Bools, limits: Ints) -> Found:
+    def _found(self, state: int, closed: Bools, limits: Ints) -> FoundPartition:
         ideal = len(self._ideals) - 1
-        stages: list[tuple[Slot, list[int]]] = []
+        stages: list[tuple[StageSlot, list[int]]] = []
         bottleneck = 0
         while ideal:
             reached = self._reached(closed[:, ideal : ideal + 1], empty=False)[:, 0]
-            while self._line_up.in_line and state > self._line_up.skippable and reached[state - 1]:
+            while self._layout.in_line and state > self._layout.skippable and reached[state - 1]:
                 state -= 1
             index, begin, below = self._begin(state, ideal, closed, limits)
-            slot = self._line_up.slots[index]
+            slot = self._layout.slots[index]
             kind = self._kind[index]
             bottleneck = max(bottleneck, slot.time(int(self._ends[kind, ideal] - self._begins[kind, begin])))
-            if not self._toll.blocking and len(self._toll.ticks) > 1:
-                bottleneck = max(bottleneck, int(self._toll.ticks[begin]))
+            if not self._transfer.blocking and len(self._transfer.ticks) > 1:
+                bottleneck = max(bottleneck, int(self._transfer.ticks[begin]))
             stages.append((slot, self._between(begin, ideal, below)))
             state = slot.source
             ideal = begin
         stages.reverse()
         order = [block for _, members in stages for block in members]
         ends = np.cumsum([len(members) for _, members in stages]).tolist()
-        return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
+        return FoundPartition(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
         """Find the stage that ends at an ideal.
@@ -186,7 +190,7 @@ class Lattice:
         Returns the index of the stage's slot, the ideal at which the stage starts, and the mask that `_below` returns.
         """
         sent = self._ideals.cuts.sent_bytes
-        for index, slot in enumerate(self._line_up.slots):
+        for index, slot in enumerate(self._layout.slots):
             if slot.target == state and closed[index, ideal]:
                 end = self._ends[self._kind[index], ideal]
                 begins = self._begins[self._kind[index]]

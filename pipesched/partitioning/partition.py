@@ -17,16 +17,16 @@ from pipesched.checks import as_list
 from pipesched.errors import PartitionError
 from pipesched.partitioning.bisection import smallest
 from pipesched.partitioning.blocks import Cuts
-from pipesched.partitioning.chain import Chain
+from pipesched.partitioning.chain import ChainSearch
 from pipesched.partitioning.explanation import explained
-from pipesched.partitioning.infeasibility import infeasible
 from pipesched.partitioning.interleaving import solved
 from pipesched.partitioning.layer_arrays import numbers, ticks_per_s
+from pipesched.partitioning.no_partition import no_partition_error
 from pipesched.partitioning.problem import Communication
 from pipesched.partitioning.request import InFlight, Request
 from pipesched.partitioning.result import Partition
 from pipesched.partitioning.search import fill_up, filled_up
-from pipesched.partitioning.slots import Rank, Toll, fixed_order
+from pipesched.partitioning.slots import RankCapacity, TransferCost, fixed_order
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.units import counted
 
@@ -131,8 +131,8 @@ def partition(
     problem = request.problem()
     solution = solved(problem, max_ideals)
     if solution.found is None:
-        raise infeasible(request, exact=solution.exact)
-    found = replace(solution.found, slots=problem.line_up.on_ranks(solution.found.slots))
+        raise no_partition_error(request, exact=solution.exact)
+    found = replace(solution.found, slots=problem.layout.on_ranks(solution.found.slots))
     found = fill_up(found, problem) if problem.fills_up else found
     return explained(problem, found, solution)
 
@@ -163,10 +163,10 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
     ticks = np.rint(seconds * ticks_per_s(float(seconds.sum()))).astype(np.int64)
     work = np.concatenate([[0], np.cumsum(ticks)])
     nothing = np.zeros(1, np.int64)
-    line_up = fixed_order([Rank()] * num_stages, [1] * num_stages, exactly=False, pinned=0)
+    layout = fixed_order([RankCapacity()] * num_stages, [1] * num_stages, exactly=False, pinned=0)
     spans = [(0, len(ticks))] * (num_stages + 1)
     cuts = Cuts(work=work, sent_bytes=nothing, state_bytes=nothing, activation_bytes=nothing)
-    chain = Chain([], cuts, Toll(nothing, blocking=False), line_up, spans)
+    chain = ChainSearch([], cuts, TransferCost(nothing, blocking=False), layout, spans)
     largest = int(ticks.max(initial=0))
     low = max(-(-int(work[-1]) // num_stages), largest)
     found, _ = smallest(low, low + largest, chain.probe)

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
-from pipesched.partitioning.chain import Chain
+from pipesched.partitioning.chain import ChainSearch
 from pipesched.partitioning.checkpointed_chain import CheckpointedChain
 from pipesched.partitioning.lattice import Lattice
 from pipesched.partitioning.order_ideals import Ideals
-from pipesched.partitioning.slots import LineUp, Toll
+from pipesched.partitioning.slots import RankLayout, TransferCost
 from pipesched.simulation.links import Link
 
-__all__ = ["Communication", "Pin", "Problem"]
+__all__ = ["Communication", "CutProblem", "Pin"]
 
 Communication = Literal["none", "overlap", "serial"]
 
@@ -32,11 +32,11 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A partitioning problem: the blocks to divide, and the slots (``line_up``) for the resulting stages."""
+class CutProblem:
+    """A partitioning problem: the blocks to divide, and the slots (``layout``) for the resulting stages."""
 
     blocks: Blocks
-    line_up: LineUp
+    layout: RankLayout
     communication: Communication
     link: Link
     pins: Sequence[Pin]
@@ -46,7 +46,7 @@ class Problem:
     @property
     def fills_up(self) -> bool:
         """Whether an additional stage never makes a partition slower. If so, as many stages as possible are used."""
-        return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
+        return self.communication == "none" and self.layout.alike and self.layout.in_line and not self.pins
 
     @cached_property
     def heaviest(self) -> int:
@@ -61,10 +61,10 @@ class Problem:
         time of the heaviest block on the fastest rank.
         """
         work = self.blocks.total(self.blocks.layers.ticks)
-        speeds = [rank.speed for rank in self.line_up.ranks]
+        speeds = [rank.speed for rank in self.layout.ranks]
         return max(-(-int(work.sum()) // sum(speeds)), -(-int(work.max()) // max(speeds)))
 
-    def toll(self, cuts: Cuts) -> Toll:
+    def transfer(self, cuts: Cuts) -> TransferCost:
         """Return the transfer time at each cut; a single 0 if communication is not modelled.
 
         If the stages on both sides wait for a transfer, the result is the time of one transfer. Otherwise transfers
@@ -72,17 +72,21 @@ class Problem:
         the other.
         """
         if self.communication == "none":
-            return Toll(np.zeros(1, np.int64), blocking=False)
+            return TransferCost(np.zeros(1, np.int64), blocking=False)
         per_s = self.blocks.layers.ticks_per_s
         byte_ticks = 0 if self.link.bytes_per_s is None else per_s / self.link.bytes_per_s
         ticks = np.rint(cuts.sent_bytes * byte_ticks + self.link.latency_s * per_s).astype(np.int64)
         ticks[cuts.sent_bytes == 0] = 0
-        return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
+        return (
+            TransferCost(ticks, blocking=True)
+            if self.communication == "serial"
+            else TransferCost(2 * ticks, blocking=False)
+        )
 
-    def chain(self, order: Sequence[int]) -> Chain:
+    def chain(self, order: Sequence[int]) -> ChainSearch:
         """Return a Chain, which searches one order of the blocks. All activations stay on the device."""
         cuts = cuts_of(self.blocks, order)
-        return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
+        return ChainSearch(list(order), cuts, self.transfer(cuts), self.layout, self.spans(order))
 
     def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
         """Return a CheckpointedChain, which searches one order and also chooses each layer's activation option."""
@@ -90,15 +94,15 @@ class Problem:
             order=list(order),
             members=self.blocks.members,
             options=self.options,
-            toll=self.toll(cuts_of(self.blocks, order)),
-            line_up=self.line_up,
+            transfer=self.transfer(cuts_of(self.blocks, order)),
+            layout=self.layout,
             spans=self.spans(order),
         )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """Return the first and the last cut at which the pins allow each stage to end. Entry k is for stage k - 1."""
         place = {block: position for position, block in enumerate(order)}
-        spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.line_up.slots) + 2)]
+        spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.layout.slots) + 2)]
         for pin in self.pins:
             at = place[int(self.blocks.block_of[pin.layer])]
             behind = max((1 + place[int(self.blocks.block_of[layer])] for layer in pin.ancestors), default=0)
@@ -129,7 +133,7 @@ class Problem:
             before = (itself == 0) & (needed == len(blocks))
             allowed[pin.stage] = allowed.get(pin.stage, True) & before
             allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & (itself == 1)
-        return Lattice(ideals, self.toll(ideals.cuts), self.line_up, allowed, ceiling)
+        return Lattice(ideals, self.transfer(ideals.cuts), self.layout, allowed, ceiling)
 
 
 def _narrow(spans: list[tuple[int, int]], stage: int, low: int, high: int) -> None:

@@ -13,8 +13,8 @@ from pipesched.errors import PartitionError, ScheduleError
 from pipesched.partitioning.activation_options import ActivationOption, activation_options
 from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.layer_arrays import Layers, read
-from pipesched.partitioning.problem import Communication, Pin, Problem
-from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
+from pipesched.partitioning.problem import Communication, CutProblem, Pin
+from pipesched.partitioning.slots import RankCapacity, RankLayout, fixed_order, free_order, placed
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.links import Link
 from pipesched.units import counted
@@ -164,16 +164,16 @@ class Request:
         return read(self.graph, needed, link=self.link, weight_copies=self.weight_copies, scale=scale)
 
     @cached_property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[RankCapacity]:
         """The ranks of the problem.
 
         If all ranks are alike and some are allowed to stay empty, there are at most as many ranks as layers.
         """
-        ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
-        spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}
+        ranks = [RankCapacity(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
+        spare = self.placement is None and self.in_flight is None and set(ranks) == {RankCapacity()}
         return ranks[: len(self.layers)] if spare else ranks
 
-    def problem(self) -> Problem:
+    def problem(self) -> CutProblem:
         """Return the partitioning problem of this request.
 
         Raises PartitionError for unknown layers, or if no partition can satisfy ``starts`` and ``together``.
@@ -192,16 +192,16 @@ class Request:
         options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:
             options = activation_options(self.graph, layers, self.checkpoint, self.offload_bytes_per_s)
-        return Problem(
+        return CutProblem(
             blocks=blocks,
-            line_up=self._line_up(pins),
+            layout=self._layout(pins),
             communication=self.communication,
             link=self.link,
             pins=pins,
             options=options,
         )
 
-    def _line_up(self, pins: list[Pin]) -> LineUp:
+    def _layout(self, pins: list[Pin]) -> RankLayout:
         ranks = self.ranks
         if self.placement is not None:
             return placed(ranks, self._held(self.num_stages), self.placement)

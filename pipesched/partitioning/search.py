@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from pipesched.partitioning.bisection import INFINITE, Found, smallest
+from pipesched.partitioning.bisection import INFINITE, FoundPartition, smallest
 from pipesched.partitioning.blocks import cuts_of, reduce_blocks
 from pipesched.partitioning.linear_orders import linear_orders
 from pipesched.partitioning.order_ideals import Ideals, enumerate_ideals
-from pipesched.partitioning.problem import Problem
+from pipesched.partitioning.problem import CutProblem
 
-__all__ = ["Solution", "fill_up", "solve"]
+__all__ = ["PartitionSolution", "fill_up", "solve"]
 
 _MOST_LIMITED = 100_000  # up to this many ideals, the first search includes memory limits and takes a few seconds
 _RESTARTS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solution:
+class PartitionSolution:
     """The result of a search for a partition."""
 
     #: The best partition; None if no partition exists or none was found.
-    found: Found | None
+    found: FoundPartition | None
     #: A lower bound on the bottleneck, in ticks.
     lower: int
     #: Whether it is proved that no partition is better or, if ``found`` is None, that there is no partition.
@@ -38,7 +38,7 @@ class Solution:
     probes: int
 
 
-def solve(problem: Problem, most_ideals: int) -> Solution:
+def solve(problem: CutProblem, most_ideals: int) -> PartitionSolution:
     """Find the partition with the smallest bottleneck. The result is exact if the search is small enough."""
     if problem.options:
         return _with_choices(problem)
@@ -48,28 +48,28 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     in_order, tried = _along(problem, range(len(problem.blocks)))
     if in_order is not None and in_order.bottleneck == problem.lower:
         return _exact(in_order, 0, tried)
-    may_be_empty = not problem.line_up.exactly and not problem.pins
+    may_be_empty = not problem.layout.exactly and not problem.pins
     small = _reduced(problem) if may_be_empty else problem  # otherwise stages may need blocks without cost
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
         return _along_many(problem, problem.lower, in_order, 0, tried)
     known = in_order.bottleneck if in_order else INFINITE
-    if problem.line_up.capped and len(ideals) > _MOST_LIMITED:
+    if problem.layout.capped and len(ideals) > _MOST_LIMITED:
         return _with_limits(problem, small, ideals, in_order, tried)
     return _searched(problem, small, ideals, known, tried)
 
 
-def _with_choices(problem: Problem) -> Solution:
+def _with_choices(problem: CutProblem) -> PartitionSolution:
     """Search the blocks in graph order, with a choice of activation options for each layer."""
     chain = problem.checkpointed_chain(range(len(problem.blocks)))
     slowest = sum(max(option.ticks for option in options) for options in problem.options)
-    found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.line_up.slots), chain.probe)
+    found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.layout.slots), chain.probe)
     found = found and chain.settled(found)
     solution = _exact(found, 0, probes)
     return solution if chain.knapsack.exact else replace(solution, lower=problem.lower, exact=False)
 
 
-def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, tried: int) -> Solution:
+def _searched(problem: CutProblem, small: CutProblem, ideals: Ideals, known: int, tried: int) -> PartitionSolution:
     """Search all orders of the blocks.
 
     Args:
@@ -84,18 +84,20 @@ def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, trie
     return _exact(found and _of(problem, small, found), len(ideals), probes + tried)
 
 
-def _exact(found: Found | None, ideals: int, probes: int) -> Solution:
+def _exact(found: FoundPartition | None, ideals: int, probes: int) -> PartitionSolution:
     lower = found.bottleneck if found else 0
-    return Solution(found=found, lower=lower, exact=True, ideals=ideals, probes=probes)
+    return PartitionSolution(found=found, lower=lower, exact=True, ideals=ideals, probes=probes)
 
 
-def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
+def _along(problem: CutProblem, order: Sequence[int]) -> tuple[FoundPartition | None, int]:
     """Search one order of the blocks. Returns the best partition and the number of probes."""
     largest = int(problem.blocks.total(problem.blocks.layers.ticks).max())
     return smallest(problem.lower, problem.lower + largest, problem.chain(order).probe)
 
 
-def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
+def _along_many(
+    problem: CutProblem, lower: int, best: FoundPartition | None, ideals: int, probes: int
+) -> PartitionSolution:
     """Search several orders of the blocks, one after the other, and return the best partition.
 
     Args:
@@ -112,28 +114,30 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
         chain = problem.chain(order)
         below = lower if best is None else best.bottleneck - 1
         probes += 1
-        if best is None or isinstance(chain.probe(below), Found):
+        if best is None or isinstance(chain.probe(below), FoundPartition):
             found, tried = smallest(lower, below, chain.probe)
             best = found or best
             probes += tried
     exact = best is not None and best.bottleneck == lower
-    return Solution(found=best, lower=lower, exact=exact, ideals=ideals, probes=probes)
+    return PartitionSolution(found=best, lower=lower, exact=exact, ideals=ideals, probes=probes)
 
 
-def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Found | None, tried: int) -> Solution:
+def _with_limits(
+    problem: CutProblem, small: CutProblem, ideals: Ideals, in_order: FoundPartition | None, tried: int
+) -> PartitionSolution:
     """Search a graph with many order ideals under memory limits.
 
     A search without limits gives a lower bound. If the partition found by this search stays within the limits, it is
     the result. Otherwise several orders are searched with limits. If no partition is found, all orders are searched,
     which can take minutes.
     """
-    line_up = problem.line_up
-    free = replace(small, line_up=line_up.without_limits)
+    layout = problem.layout
+    free = replace(small, layout=layout.without_limits)
     known = in_order.bottleneck if in_order else INFINITE
     unlimited, probes = smallest(problem.lower, known, free.lattice(ideals, known).probe)
     if unlimited is None:
         return _exact(None, len(ideals), tried + probes)
-    limits = {(slot.source, slot.target, slot.rank): slot.limit for slot in line_up.slots}
+    limits = {(slot.source, slot.target, slot.rank): slot.limit for slot in layout.slots}
     slots = [replace(slot, limit=limits[slot.source, slot.target, slot.rank]) for slot in unlimited.slots]
     found = _of(problem, small, replace(unlimited, slots=slots))
     if _keeps_limits(problem, found):
@@ -142,7 +146,7 @@ def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Fou
     return solution if solution.found else _searched(problem, small, ideals, known, solution.probes)
 
 
-def _keeps_limits(problem: Problem, found: Found) -> bool:
+def _keeps_limits(problem: CutProblem, found: FoundPartition) -> bool:
     cuts = cuts_of(problem.blocks, found.order)
     for slot, (first, last) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
         memory = slot.memory(cuts)
@@ -151,13 +155,13 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
     return True
 
 
-def _reduced(problem: Problem) -> Problem:
+def _reduced(problem: CutProblem) -> CutProblem:
     """Return the problem with blocks merged where this does not change the smallest bottleneck."""
     by_size = problem.communication != "none"
-    return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
+    return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.layout.capped))
 
 
-def _of(problem: Problem, small: Problem, found: Found) -> Found:
+def _of(problem: CutProblem, small: CutProblem, found: FoundPartition) -> FoundPartition:
     """Convert a partition of the reduced problem to a partition of the original problem."""
     order: list[int] = []
     ends = []
@@ -168,9 +172,9 @@ def _of(problem: Problem, small: Problem, found: Found) -> Found:
     return replace(found, order=order, ends=ends)
 
 
-def fill_up(found: Found, problem: Problem) -> Found:
+def fill_up(found: FoundPartition, problem: CutProblem) -> FoundPartition:
     """Repeatedly split the slowest stage that has several blocks, until all slots are used or no such stage is left."""
-    slots = problem.line_up.slots[: len(problem.blocks)]
+    slots = problem.layout.slots[: len(problem.blocks)]
     work = cuts_of(problem.blocks, found.order).work.tolist()
     return replace(found, ends=filled_up([0, *found.ends], work, len(slots))[1:], slots=list(slots))
 

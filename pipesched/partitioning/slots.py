@@ -14,11 +14,11 @@ import numpy as np
 from pipesched.partitioning.blocks import Cuts
 from pipesched.program.action_arrays import Ints
 
-__all__ = ["LineUp", "Rank", "Slot", "Toll", "fixed_order", "free_order", "placed"]
+__all__ = ["RankCapacity", "RankLayout", "StageSlot", "TransferCost", "fixed_order", "free_order", "placed"]
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankCapacity:
     """The speed and the memory of a rank."""
 
     #: The speed relative to the rank on which the layers were measured.
@@ -28,7 +28,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Toll:
+class TransferCost:
     """The transfer time at each cut."""
 
     #: The transfer time at each cut in ticks; a single 0 if communication is not modelled.
@@ -38,7 +38,7 @@ class Toll:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class StageSlot:
     """A transition between two states: one stage on one rank or, if ranks can have any order, on one kind of rank."""
 
     source: int
@@ -50,14 +50,14 @@ class Slot:
     #: The number of micro-batches in flight.
     in_flight: int
 
-    def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
+    def weighed(self, cuts: Cuts, transfer: TransferCost) -> tuple[Ints, Ints]:
         """Return two cost terms for each cut: the end term and the start term.
 
         The end term at the cut where a stage ends, minus the start term at the cut where the stage starts, is the
         stage's time in ticks, multiplied by ``speed.numerator``.
         """
         work = cuts.work * self.speed.denominator
-        paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
+        paid = transfer.ticks * self.speed.numerator if transfer.blocking else np.zeros(1, np.int64)
         return work + paid, work - paid
 
     def memory(self, cuts: Cuts) -> Ints:
@@ -70,11 +70,11 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineUp:
+class RankLayout:
     """The ranks, and all possible slots on these ranks, sorted by target state."""
 
-    ranks: tuple[Rank, ...]
-    slots: tuple[Slot, ...]
+    ranks: tuple[RankCapacity, ...]
+    slots: tuple[StageSlot, ...]
     num_states: int
     #: The states in which a partition is complete. States with fewer stages come first.
     accepted: tuple[int, ...]
@@ -85,19 +85,19 @@ class LineUp:
     #: Whether every stage must have a layer.
     exactly: bool
 
-    def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
+    def on_ranks(self, slots: Sequence[StageSlot]) -> list[StageSlot]:
         """Assign a rank to each slot of a partition. If the order of the ranks is fixed, return the slots unchanged.
 
         Identical ranks are assigned in ascending order.
         """
         if self.in_line:
             return list(slots)
-        kinds = [Rank(slot.speed, slot.limit) for slot in slots]
+        kinds = [RankCapacity(slot.speed, slot.limit) for slot in slots]
         places = [[at for at, rank in enumerate(self.ranks) if rank == kind] for kind in kinds]
         return [replace(slot, rank=places[at][kinds[:at].count(kinds[at])]) for at, slot in enumerate(slots)]
 
     @property
-    def without_limits(self) -> "LineUp":
+    def without_limits(self) -> "RankLayout":
         """The same ranks and slots without memory limits."""
         ranks = tuple(replace(rank, limit=None) for rank in self.ranks)
         return replace(self, ranks=ranks, slots=tuple(replace(slot, limit=None) for slot in self.slots))
@@ -105,7 +105,7 @@ class LineUp:
     @property
     def alike(self) -> bool:
         """Whether all ranks are as fast as the rank on which the layers were measured, and have no memory limit."""
-        return set(self.ranks) == {Rank()}
+        return set(self.ranks) == {RankCapacity()}
 
     @property
     def shares_ranks(self) -> bool:
@@ -118,7 +118,7 @@ class LineUp:
         return any(rank.limit is not None for rank in self.ranks)
 
 
-def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
+def fixed_order(ranks: Sequence[RankCapacity], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> RankLayout:
     """Return the slots for ranks in a fixed order: stage k runs on rank k.
 
     Args:
@@ -129,10 +129,10 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
 
     """
     slots = tuple(
-        Slot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
+        StageSlot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
         for k, rank in enumerate(ranks)
     )
-    return LineUp(
+    return RankLayout(
         ranks=tuple(ranks),
         slots=slots,
         num_states=len(ranks) + 1,
@@ -143,14 +143,14 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
     )
 
 
-def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[int]) -> LineUp:
+def placed(ranks: Sequence[RankCapacity], in_flight: Sequence[int], placement: Sequence[int]) -> RankLayout:
     """Return the slots for stages on the ranks of a placement. Every stage must have a layer."""
-    line_up = fixed_order([ranks[rank] for rank in placement], in_flight, exactly=True, pinned=0)
-    slots = tuple(replace(slot, rank=rank) for slot, rank in zip(line_up.slots, placement, strict=True))
-    return replace(line_up, ranks=tuple(ranks), slots=slots)
+    layout = fixed_order([ranks[rank] for rank in placement], in_flight, exactly=True, pinned=0)
+    slots = tuple(replace(slot, rank=rank) for slot, rank in zip(layout.slots, placement, strict=True))
+    return replace(layout, ranks=tuple(ranks), slots=slots)
 
 
-def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool) -> LineUp:
+def free_order(ranks: Sequence[RankCapacity], in_flight: Sequence[int], *, exactly: bool) -> RankLayout:
     """Return the slots for ranks in any order. A state counts the ranks of each kind that are already used."""
     kinds = sorted(set(ranks), key=lambda kind: (-kind.speed, -1 if kind.limit is None else -kind.limit))
     counts = [ranks.count(kind) for kind in kinds]
@@ -162,7 +162,7 @@ def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool
             if used[place]:
                 stage = sum(used) - 1
                 slots.append(
-                    Slot(
+                    StageSlot(
                         source=number[(*used[:place], used[place] - 1, *used[place + 1 :])],
                         target=target,
                         stage=stage,
@@ -172,7 +172,7 @@ def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool
                         in_flight=in_flight[stage],
                     )
                 )
-    return LineUp(
+    return RankLayout(
         ranks=tuple(ranks),
         slots=tuple(slots),
         num_states=len(states),

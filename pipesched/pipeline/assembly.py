@@ -181,7 +181,7 @@ class Assembly:
         self.made_s = time.perf_counter() - begin - self._filling_s
         #: The largest number of rows of a micro-batch for which the memory limits were found to hold.
         self.most_rows = 0
-        #: Stage number -> optimizer; empty until ``take_over``.
+        #: Stage number -> optimizer; empty until ``adopt_optimizers``.
         self.optimizers: dict[int, Optimizer] = {}
         #: The weights of this process's stages if they are split across replicas (zero=3); otherwise empty.
         self.divided_weights: list[DividedWeights] = []
@@ -213,7 +213,7 @@ class Assembly:
         updates = {index: stage.optimizer.sharded for index, stage in self.stages.items()}
         return {index: update for index, update in updates.items() if update is not None}
 
-    def take_over(self) -> None:
+    def adopt_optimizers(self) -> None:
         """From now on, update the parameters with this assembly's optimizers instead of the previous assembly's."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
@@ -243,9 +243,9 @@ class Assembly:
             self.divided_weights = [divided_weights(stage, *place) for stage in self.stages.values()]
 
     @property
-    def undriven(self) -> list[int]:
+    def stages_without_scheduler(self) -> list[int]:
         """The stages whose new optimizer lacks a learning rate scheduler; empty if no optimizer has a scheduler."""
-        return [] if self._inheritance is None else self._inheritance.undriven
+        return [] if self._inheritance is None else self._inheritance.stages_without_scheduler
 
     @property
     def layer_names(self) -> list[str]:

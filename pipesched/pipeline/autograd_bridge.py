@@ -81,7 +81,7 @@ def attach(opened: OpenPass, joins: OutputRows) -> Any:
     if any(wanted):
         inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
         leaf = torch.empty(0, requires_grad=True, device="cpu")
-        anchor = leaf.clone()  # no leaf, so that the engine tells whether it goes there
+        anchor = leaf.clone()  # no leaf, so that autograd tells whether it goes there
         pieces = tuple(piece.detach() for piece in chain.from_iterable(wanted))  # the step data keeps the originals
         results = iter(_Through.apply(opened, pieces, anchor, *inputs))  # type: ignore[no-untyped-call]
         values = [output.with_wanted(tuple(islice(results, len(output.wanted)))) for output in outputs]

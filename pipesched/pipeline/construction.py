@@ -17,7 +17,7 @@ from pipesched.errors import DeviceCountError
 from pipesched.model.agreement import facts_of_model, facts_of_weights, form_of_sample
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sent_values import learn_step_types
 from pipesched.planning.pins import Pins
@@ -109,16 +109,16 @@ def ending_on_error(executor: Executor) -> Iterator[None]:
 
 
 def choose_plan(
-    auto_plan: AutoPlan, request: PlanRequest, plan: Plan | None, collectives: RankCollectives, book: CostBook
+    auto_plan: AutoPlan, request: PlanRequest, plan: Plan | None, collectives: RankCollectives, cost_model: CostModel
 ) -> tuple[Plan | None, PlanRequest]:
-    """Search for a plan if the user left a choice open, and store the layer costs of the search in ``book``.
+    """Search for a plan if the user left a choice open, and store the layer costs of the search in ``cost_model``.
 
     Args:
         auto_plan: the search.
         request: the user's choices.
         plan: the user's plan; None if none was given.
         collectives: send the plan to all ranks; rank 0 searches on behalf of all ranks.
-        book: the known costs of layers and devices.
+        cost_model: the known costs of layers and devices.
 
     Returns:
         The plan and a request that reproduces it; or None and the unchanged ``request``, if the user gave no plan and
@@ -127,8 +127,8 @@ def choose_plan(
     """
     if auto_plan.is_wanted(request, plan):
         crowds = auto_plan.ranks_are == "threads"
-        result = collectives.agreed(lambda: auto_plan.find(request, lambda: book.measured(crowds=crowds)))
-        plan, book.layers, book.overheads, book.planned, book.size_fit = result
+        result = collectives.agreed(lambda: auto_plan.find(request, lambda: cost_model.measured(crowds=crowds)))
+        plan, cost_model.layers, cost_model.overheads, cost_model.planned, cost_model.size_fit = result
         request = PlanRequest()
     if plan is not None:
         request = request.pinned(plan, list(auto_plan.layered.layers))
@@ -166,7 +166,7 @@ def start(
     model: Any,
     spec: AssemblySpec,
     host: RankHost,
-    book: CostBook,
+    cost_model: CostModel,
     splitter: Splitter,
     plan: Plan | None,
     request: PlanRequest,
@@ -178,7 +178,7 @@ def start(
         model: the user's model argument. If it is a list with one module per stage, each module becomes a stage.
         spec: the model and the user's options for its stages.
         host: the host of the ranks.
-        book: the known costs of layers and devices.
+        cost_model: the known costs of layers and devices.
         splitter: splits batches. This function sets the splitter's number of micro-batches.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
@@ -199,13 +199,15 @@ def start(
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
         pins = Pins(pins.layers, starts, request.together)
-    stage_cut = book.cut_stages(host, pins, programs, plan)
+    stage_cut = cost_model.cut_stages(host, pins, programs, plan)
     host.collectives.check_plan(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None or spec.zero == 3:
-        book.layers = host.collectives.agreed(book.measured)  # measure the layers before their weights are sharded
+        cost_model.layers = host.collectives.agreed(
+            cost_model.measured
+        )  # measure the layers before their weights are sharded
     learn_step_types(host.collectives)
     assembly = Assembly(spec, host, programs, stage_cut)
-    assembly.take_over()
+    assembly.adopt_optimizers()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
     updates = spec.optimizer is not None
     running = RunningPlan(host=host, assembly=assembly, splitter=splitter, seed=spec.initial.seed, updates=updates)

@@ -12,7 +12,7 @@ from pipesched.errors import MemoryLimitError
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.assembly import AssemblySpec
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.profiling.optimizer_memory import another, upkeep_of
 from pipesched.profiling.replica_buffers import StageReplicas
@@ -23,7 +23,7 @@ from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.stage.divided_stage import shards_for
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import SCALARS_BYTES
-from pipesched.simulation.memory import AHEAD, Message, RankMemory, rank_memory
+from pipesched.simulation.memory import AHEAD, MessageSizes, RankMemory, rank_memory
 from pipesched.simulation.replica_memory import ModelStates, ReplicaMemory, held_states
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.units import counted, quote_bytes
@@ -39,7 +39,7 @@ class MemoryForecast:
 
     Args:
         running: the running plan.
-        book: the known costs of layers and devices.
+        cost_model: the known costs of layers and devices.
         spec: the model and its loss.
         guard: the StaleGuard, which lets the code that measures the stages read the model.
         limits: the maximum number of bytes that each rank may hold, or None if there is no limit.
@@ -49,7 +49,7 @@ class MemoryForecast:
     def __init__(
         self,
         running: RunningPlan,
-        book: CostBook,
+        cost_model: CostModel,
         *,
         spec: AssemblySpec,
         guard: StaleGuard,
@@ -57,7 +57,7 @@ class MemoryForecast:
     ) -> None:
         self.limits = limits
         self._running = running
-        self._book = book
+        self._cost_model = cost_model
         self._spec = spec
         self._guard = guard
 
@@ -65,19 +65,21 @@ class MemoryForecast:
         """Return the predicted peak memory of each rank in a step."""
         running = self._running
         program = running.program
-        if self._book.layers is None:
+        if self._cost_model.layers is None:
             running.flush()  # no step may run while the layers are measured
-        costs = self._book.stage_costs(running.assembly.programs, running.cut)
+        costs = self._cost_model.stage_costs(running.assembly.programs, running.cut)
         messages = None
         stages = self._stage_sizes()
         own_loss = self._spec.loss_fn is None  # the model computes its own loss
         if stages:
-            loss = None if own_loss else self._book.measured()[running.cut[-1][-1]].loss_layer
+            loss = None if own_loss else self._cost_model.measured()[running.cut[-1][-1]].loss_layer
             costs = costs_with(costs, program, stages, loss)
             messages = messages_of(program, stages)
-        timed = running.assembly.programs.full.timed
-        costs = self._with_shards(self._with_states(_with_losses(costs, timed, known=not stages or not own_loss)))
-        return self._rank_memory(timed, costs, messages)
+        without_messages = running.assembly.programs.full.without_messages
+        costs = self._with_shards(
+            self._with_states(_with_losses(costs, without_messages, known=not stages or not own_loss))
+        )
+        return self._rank_memory(without_messages, costs, messages)
 
     def check_rows(self, rows: Sequence[int]) -> None:
         """Check the memory limits for micro-batches with these numbers of rows.
@@ -86,7 +88,7 @@ class MemoryForecast:
         Warns if the micro-batches of the first step do not have the planned size.
         """
         running = self._running
-        planned = self._book.planned.rows
+        planned = self._cost_model.planned.rows
         if running.step == 0 and planned not in (0, max(rows)) and running.host.grid.holds(0):
             warn(
                 f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "
@@ -97,10 +99,10 @@ class MemoryForecast:
         if self.limits is None or max(rows) <= max(planned, running.assembly.most_rows):
             return
         programs = running.assembly.programs
-        costs = self._book.stage_costs(programs, running.cut, self._book.for_rows(max(rows)))
-        timed = programs.of(len(rows)).timed
+        costs = self._cost_model.stage_costs(programs, running.cut, self._cost_model.for_rows(max(rows)))
+        without_messages = programs.of(len(rows)).without_messages
         costs = self._with_shards(self._with_states(costs))
-        needs = self._rank_memory(timed, costs)
+        needs = self._rank_memory(without_messages, costs)
         limits = self.limits
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
         need = needs[worst].total_bytes
@@ -123,7 +125,7 @@ class MemoryForecast:
         return 0 if self._running.host.grid.in_one_process else AHEAD
 
     def _rank_memory(
-        self, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None = None
+        self, program: Program, costs: Costs, messages: Mapping[tuple[int, int], MessageSizes] | None = None
     ) -> tuple[RankMemory, ...]:
         options: dict[str, Any] = {"replicas": self._replicas(), "in_tree": self._spec.reduction_order == "tree"}
         return rank_memory(program, costs, posted=self._posted, messages=messages, **options)
@@ -133,7 +135,7 @@ class MemoryForecast:
 
         Returns an empty sequence if the stages cannot be measured.
         """
-        layered = self._book.layered
+        layered = self._cost_model.layered
         spec = self._spec
         running = self._running
         now = running.assembly
@@ -280,7 +282,7 @@ class MemoryForecast:
         placement = assembly.program.placement
         if running.host.sums is None:
             return []
-        gathers = assembly.programs.full.timed.gathers
+        gathers = assembly.programs.full.without_messages.gathers
         return [
             StageReplicas(
                 buckets=assembly.buckets(stage),
@@ -299,7 +301,7 @@ class MemoryForecast:
         programs = assembly.programs
         if not programs.buckets:
             return []
-        costs = self._book.treated(programs)
+        costs = self._cost_model.treated(programs)
         names = list(assembly.cut[stage])
         sizes = [costs[name].memory.activation_bytes - costs[name].memory.kept_input_bytes for name in names]
         buckets = programs.buckets[stage]

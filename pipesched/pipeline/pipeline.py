@@ -35,7 +35,7 @@ from pipesched.pipeline.construction import (
     start,
     warn_of_lone_processes,
 )
-from pipesched.pipeline.cost_book import CostBook, replica_costs
+from pipesched.pipeline.cost_model import CostModel, replica_costs
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
@@ -231,7 +231,7 @@ class Pipeline(SavingInterface):
                 reduction_order=numerics.reduction_order,
             )
             replicas = replica_costs(host.grid, distributed.zero, search.links)
-            self._book = CostBook(
+            self._cost_model = CostModel(
                 model=module,
                 layered=layers,
                 loss_fn=loss_fn,
@@ -278,12 +278,12 @@ class Pipeline(SavingInterface):
             splitter = Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order)
             splitter = splitter.knowing(positional(module.forward), *call)
             splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, self._guard, splitter, call)))
-            plan, request = choose_plan(auto_plan, request, plan, host.collectives, self._book)
+            plan, request = choose_plan(auto_plan, request, plan, host.collectives, self._cost_model)
             self._running = start(
                 model=model,
                 spec=self._spec,
                 host=host,
-                book=self._book,
+                cost_model=self._cost_model,
                 splitter=splitter,
                 plan=plan,
                 request=request,
@@ -293,8 +293,10 @@ class Pipeline(SavingInterface):
             self._running.host.executor.start()
         self._intra_op_threads = threads
         self._scaler = numerics.scaler
-        self._history = StepHistory(self._running, self._book)
-        self._memory = MemoryForecast(self._running, self._book, spec=self._spec, guard=self._guard, limits=limits)
+        self._history = StepHistory(self._running, self._cost_model)
+        self._memory = MemoryForecast(
+            self._running, self._cost_model, spec=self._spec, guard=self._guard, limits=limits
+        )
         self._steps = StepRunner(
             self._running,
             roots=self._roots,
@@ -302,12 +304,12 @@ class Pipeline(SavingInterface):
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
             memory=self._memory,
-            orders=UnevenOrders(self._running, self._book, limited=limits is not None),
+            orders=UnevenOrders(self._running, self._cost_model, limited=limits is not None),
             intra_op_threads=threads,
         )
         self._replanner = Replanner(
             running=self._running,
-            book=self._book,
+            cost_model=self._cost_model,
             history=self._history,
             roots=self._roots,
             spec=self._spec,
@@ -703,7 +705,7 @@ class Pipeline(SavingInterface):
     @property
     def plan(self) -> Plan:
         """The running plan, with the stage costs known so far."""
-        return self._running.plan(self._book, self.model, self._history.costs)
+        return self._running.plan(self._cost_model, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
         """Switch to another plan between two steps: to ``plan``, or to a faster plan if the search finds one.

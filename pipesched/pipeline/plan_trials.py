@@ -28,7 +28,7 @@ from pipesched.tensors.meta_tensors import is_expanded
 from pipesched.tensors.payload import pytree
 from pipesched.torch_checks import as_call
 
-__all__ = ["Trial"]
+__all__ = ["PlanTrial"]
 
 _ROUNDS = 10  # the maximum number of turns per plan; turns are short, so a slowdown of the machine affects all plans
 _STEPS = 2  # measured steps per turn, after one warm-up step
@@ -37,7 +37,7 @@ _ENOUGH_S = 5.0  # another turn starts only if the trials will probably end with
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlanTrial:
     """Runs plans for a few steps, with a given model, batch and ranks."""
 
     model: Any

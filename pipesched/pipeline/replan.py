@@ -16,11 +16,11 @@ from pipesched.errors import InputError
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.construction import checked_programs
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_history import StepHistory
-from pipesched.planning.cost_correction import StageTimes
+from pipesched.planning.cost_correction import MeasuredStage
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -44,7 +44,7 @@ _EFFORT = 200_000  # the search for better boundaries ends after this number of 
 _COPIED = 1 << 22  # the size in bytes of the test copy that measures the speed between two devices
 
 
-class _Place(NamedTuple):
+class _StatePlacement(NamedTuple):
     """The device of a parameter or buffer, and the total size of the tensor, its gradient and its optimizer state."""
 
     device: torch.device
@@ -56,7 +56,7 @@ class Replanner:
 
     Args:
         running: the running plan; the Replanner replaces its contents.
-        book: the known costs of layers and devices.
+        cost_model: the known costs of layers and devices.
         history: the traces of the last steps.
         roots: the model and the loss module, keyed by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
@@ -69,7 +69,7 @@ class Replanner:
         self,
         *,
         running: RunningPlan,
-        book: CostBook,
+        cost_model: CostModel,
         history: StepHistory,
         roots: Mapping[str, nn.Module],
         spec: AssemblySpec,
@@ -77,7 +77,7 @@ class Replanner:
         limits: tuple[int, ...] | None,
     ) -> None:
         self._running = running
-        self._book = book
+        self._cost_model = cost_model
         self._history = history
         self._roots = roots
         self._spec = spec
@@ -97,7 +97,7 @@ class Replanner:
         request = PlanRequest().pinned(plan, names)
         programs = checked_programs(request, self._running.host.grid, self._spec)
         pins = Pins(names, request.boundaries)
-        return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
+        return self._move(programs, self._cost_model.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
         """Search for a better cut, based on the times of the last steps. Switch to the new cut if it saves enough time.
@@ -117,13 +117,13 @@ class Replanner:
             )
             return Replanned(plan=self._plan(), kept=why)
         if measure:
-            self._book.forget()
+            self._cost_model.forget()
         now = running.assembly
         noise = strayed(steps)
-        measured = measured_costs(steps, now.program.num_stages, self._book.stage_costs(now.programs, now.cut))
+        measured = measured_costs(steps, now.program.num_stages, self._cost_model.stage_costs(now.programs, now.cut))
         self._learn(measured, certain(noise))
         programs = checked_programs(now.programs.request, running.host.grid, self._spec)
-        stage_cut = self._book.cut_stages(running.host, self._asked, programs, None)
+        stage_cut = self._cost_model.cut_stages(running.host, self._asked, programs, None)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         before_s = self._step_s(now.programs, now.cut, update_s)
         self._refine(programs, stage_cut, update_s)
@@ -147,21 +147,21 @@ class Replanner:
         return replace(outcome, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
 
     def _plan(self) -> Plan:
-        return self._running.plan(self._book, self._spec.model, self._history.costs)
+        return self._running.plan(self._cost_model, self._spec.model, self._history.costs)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
         """Correct the known costs of layers and devices with the measured times of the stages."""
         program = self._running.program
         devices = self._running.host.grid.devices
         stages = [
-            StageTimes(
+            MeasuredStage(
                 layers=self._running.cut[part],
                 device=devices[program.placement[stage]],
                 **{time: getattr(measured, time)[stage] for time in TIMES},
             )
             for stage, part in enumerate(program.weights)
         ]
-        self._book.learn(stages, tolerance)
+        self._cost_model.learn(stages, tolerance)
 
     def _refine(self, programs: ProgramFactory, stage_cut: StageCut, update_s: float) -> None:
         """Move the stage boundaries in ``stage_cut`` wherever that shortens the predicted step.
@@ -173,12 +173,12 @@ class Replanner:
 
         def step_s(cut: StageLayers) -> float:
             nonlocal left
-            left -= len(programs.full.timed.columns)
+            left -= len(programs.full.without_messages.columns)
             return self._step_s(programs, cut, update_s, self._limits)
 
         now = self._running.cut
         starts = [now] if pins.allows([pins.places[names[0]] for names in now]) else []
-        seconds = [costs.forward_s + costs.backward_s for costs in self._book.treated(programs).values()]
+        seconds = [costs.forward_s + costs.backward_s for costs in self._cost_model.treated(programs).values()]
         best = min([*starts, stage_cut.cut], key=step_s)
         refined_cut = refined(best, pins, seconds, step_s, goes_on=lambda: left > 0)
         if refined_cut != stage_cut.cut:
@@ -197,21 +197,23 @@ class Replanner:
             limits: the maximum number of bytes that each rank may hold. Default: None (no limit).
 
         """
-        programs.connect(self._book.layered.edges(cut), cut)
-        costs = self._book.stage_costs(programs, cut)
+        programs.connect(self._cost_model.layered.edges(cut), cut)
+        costs = self._cost_model.stage_costs(programs, cut)
         costs = replace(costs, update_s=tuple(update_s * size for size in costs.weight_bytes))
-        timed = programs.full.timed
-        needs = rank_memory(timed, costs) if limits else ()
+        without_messages = programs.full.without_messages
+        needs = rank_memory(without_messages, costs) if limits else ()
         if any(need.total_bytes > limit for need, limit in zip(needs, limits or (), strict=False)):
             return inf
-        return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
+        return (
+            simulate(without_messages, costs).makespan_s * programs.num_microbatches / without_messages.num_microbatches
+        )
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
         """Return the number of bytes to copy between devices, and the predicted duration of the whole move in seconds.
 
         ``layers`` holds the old and the new rank of each layer that moves.
         """
-        graph = self._book.layered.graph(self._book.measured())
+        graph = self._cost_model.layered.graph(self._cost_model.measured())
         places = self._places()
         devices = self._running.host.grid.all_devices
         sizes: dict[tuple[torch.device, torch.device], dict[str, int]] = {}
@@ -237,18 +239,18 @@ class Replanner:
         layers = layers_moved(ranks, _ranks(self._running.program, self._running.cut))
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
-    def _places(self) -> dict[str, _Place]:
+    def _places(self) -> dict[str, _StatePlacement]:
         """Return, for each parameter and buffer, its device and the number of bytes to copy if the device changes."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-        places: dict[str, _Place] = {}
+        places: dict[str, _StatePlacement] = {}
         for name, tensor in named_tensors(self._roots):
             held = [tensor]
             if isinstance(tensor, nn.Parameter):
                 state = pytree.tree_leaves(states.get(tensor))
                 held += [leaf for leaf in (*state, tensor.grad) if isinstance(leaf, Tensor)]
                 held = [leaf for leaf in held if leaf.dim()]
-            places[name] = _Place(tensor.device, sum(leaf.nbytes for leaf in held))
+            places[name] = _StatePlacement(tensor.device, sum(leaf.nbytes for leaf in held))
         return places
 
     def _replace_plan(self, programs: ProgramFactory, stage_cut: StageCut) -> None:
@@ -264,14 +266,14 @@ class Replanner:
             host.close()
             running.assembly.put_back()
             raise
-        assembly.take_over()
+        assembly.adopt_optimizers()
         old.close()
         running.replace(host=host, assembly=assembly, splitter=splitter)
-        if assembly.undriven:
+        if assembly.stages_without_scheduler:
             warn(
                 f"a learning rate scheduler changes only the optimizers that it was created with; replan() has created "
-                f"new optimizers, with the current settings, for stages {assembly.undriven}; create schedulers for "
-                f"these optimizers too (pipe.optimizers[stage])"
+                f"new optimizers, with the current settings, for stages {assembly.stages_without_scheduler}; create "
+                f"schedulers for these optimizers too (pipe.optimizers[stage])"
             )
 
     def _host(self) -> RankHost:

@@ -12,7 +12,7 @@ from pipesched.errors import InputError
 from pipesched.model.module_tree import class_names
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_model import CostModel
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.program_factory import StepPrograms
 from pipesched.program.checkpoint_options import checkpoint_in_words
@@ -80,18 +80,18 @@ class RunningPlan:
         self.num_sizes = 0
         self.runs.clear()
 
-    def plan(self, book: CostBook, model: nn.Module, costs: Costs | None) -> Plan:
+    def plan(self, cost_model: CostModel, model: nn.Module, costs: Costs | None) -> Plan:
         """Return the running plan.
 
         Args:
-            book: the known costs of layers and devices.
+            cost_model: the known costs of layers and devices.
             model: the user's model.
             costs: the stages' costs; None if they are not known.
 
         """
         programs = self.assembly.programs
         stage_cut = self.assembly.stage_cut
-        if stage_cut.partition is None and book.layers is not None:
+        if stage_cut.partition is None and cost_model.layers is not None:
             stage_cut.partition = stage_cut.partitioner.evaluate(stage_cut.cut)
         return Plan(
             stages=stage_cut.cut,
@@ -101,10 +101,10 @@ class RunningPlan:
             costs=costs,
             options=programs.options,
             partition=stage_cut.partition,
-            ties=self._ties(book.layered, model),
+            ties=self._ties(cost_model.layered, model),
             alternatives=stage_cut.alternatives,
             layer_classes=class_names(model, chain.from_iterable(stage_cut.cut)),
-            replication=book.replication(programs),
+            replication=cost_model.replication(programs),
             completion=programs.completion,
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.simulation.bounds import program_bound
@@ -19,9 +19,9 @@ __all__ = ["StepHistory"]
 class StepHistory:
     """The traces of the last steps under the running plan, and the predicted trace of the next step."""
 
-    def __init__(self, running: RunningPlan, book: CostBook) -> None:
+    def __init__(self, running: RunningPlan, cost_model: CostModel) -> None:
         self._running = running
-        self._book = book
+        self._cost_model = cost_model
 
     @property
     def trace(self) -> Trace | None:
@@ -67,7 +67,11 @@ class StepHistory:
         searched_for = set(running.last_programs.sizes) if running.last_programs else ()
         sizes_of = f" for micro-batches of {len(searched_for)} sizes" if searched_for else ""
         name = f"{running.program.name}{sizes_of}, measured"
-        sizes = None if self._book.layers is None else self._book.stage_costs(running.assembly.programs, running.cut)
+        sizes = (
+            None
+            if self._cost_model.layers is None
+            else self._cost_model.stage_costs(running.assembly.programs, running.cut)
+        )
         spans = tuple(span for run in runs for span in run.spans())
         return Trace(spans, len(running.host.grid.devices), name, sizes, versions)
 
@@ -82,18 +86,20 @@ class StepHistory:
     @property
     def predicted(self) -> Trace:
         """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
-        if self._book.layers is None:
+        if self._cost_model.layers is None:
             self._running.flush()  # no step may run while the layers are measured
         programs = self._running.assembly.programs
-        return simulate(programs.full.timed, self.costs or self._book.expected_costs(programs, self._running.cut))
+        return simulate(
+            programs.full.without_messages, self.costs or self._cost_model.expected_costs(programs, self._running.cut)
+        )
 
     @property
     def costs(self) -> Costs | None:
         """The stages' costs: medians over earlier steps, or else sums of layer costs; None if neither is known."""
         running = self._running
         by_layers = None
-        if self._book.layers is not None:
-            by_layers = self._book.expected_costs(running.assembly.programs, running.cut)
+        if self._cost_model.layers is not None:
+            by_layers = self._cost_model.expected_costs(running.assembly.programs, running.cut)
         earlier = [self.trace_of([run]) for run in self._earlier]
         if not earlier:
             return by_layers

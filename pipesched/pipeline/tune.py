@@ -13,7 +13,7 @@ from pipesched.checks import as_list, is_count, shown
 from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.options import Distributed
-from pipesched.pipeline.plan_trials import Trial
+from pipesched.pipeline.plan_trials import PlanTrial
 from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
 from pipesched.planning.confirmation import Run, confirmed_plan
@@ -251,7 +251,9 @@ def tune(
     ranks = {"devices": devices} if mesh is None else {"mesh": mesh, "distributed": Distributed(timeout=timeout)}
     where: dict[str, Any] = {**ranks, "whole_layers": whole_layers}
     with closing(host):
-        trial = Trial(model, sample, loss_fn, target, split_dims, where, host, batch_size, runs_all=confirm is not None)
+        trial = PlanTrial(
+            model, sample, loss_fn, target, split_dims, where, host, batch_size, runs_all=confirm is not None
+        )
         return decide(trial.run) if host.grid.in_one_process else _together(host.collectives, decide, trial.run)
 
 

@@ -6,7 +6,7 @@ first run of a program, the executor checks that the program has the same digest
 
 from collections.abc import Sequence
 
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import StepPrograms
 from pipesched.runtime.executors.channel_plan import look
@@ -26,15 +26,15 @@ class UnevenOrders:
 
     Args:
         running: the running plan.
-        book: the known costs of layers and devices.
+        cost_model: the known costs of layers and devices.
         limited: whether the ranks have memory limits. If so, no rank holds more micro-batches than in the order for
             micro-batches of equal size.
 
     """
 
-    def __init__(self, running: RunningPlan, book: CostBook, *, limited: bool) -> None:
+    def __init__(self, running: RunningPlan, cost_model: CostModel, *, limited: bool) -> None:
         self._running = running
-        self._book = book
+        self._cost_model = cost_model
         self._limits: dict[str, None] = {} if limited else {"max_in_flight": None}
 
     def of(self, batch: Batch) -> StepPrograms:
@@ -43,7 +43,7 @@ class UnevenOrders:
         factory = running.assembly.programs
         sizes = tuple(size.rounded() for size in batch.sizes(look)) if batch.as_given else ()
         running.num_sizes = len(set(sizes))
-        if factory.searches and self._book.planned.rows:
+        if factory.searches and self._cost_model.planned.rows:
             sizes = _largest(
                 running.host.collectives.gather_over_replicas([(size.rows, size.elements) for size in sizes])
             )
@@ -53,7 +53,7 @@ class UnevenOrders:
 
     def _costs(self, size: Size) -> Costs:
         running = self._running
-        return self._book.stage_costs(running.assembly.programs, running.cut, self._book.for_size(size))
+        return self._cost_model.stage_costs(running.assembly.programs, running.cut, self._cost_model.for_size(size))
 
 
 def _largest(replicas: Sequence[Sequence[tuple[int, int]]]) -> tuple[Size, ...]:

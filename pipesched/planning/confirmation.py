@@ -135,7 +135,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     """
     progress = _forward(progress)
     tuner = Tuner(search, _part(progress, 0.0, 0.3))
-    tried = _run(_best_of_sorts(tuner.search(), tuner.best())[:count], tuner, run, _part(progress, 0.3, 0.6))
+    tried = _run(_best_of_families(tuner.search(), tuner.best())[:count], tuner, run, _part(progress, 0.3, 0.6))
     search = _corrected(search, tried)
     tuner, new, tried = _search_again(search, tried, _part(progress, 0.6, 0.7))
     fastest = _fastest(tried, _usual_deviation(tried))
@@ -202,20 +202,20 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Return the chosen candidate, and the best candidate of every other sort.
+def _best_of_families(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
+    """Return the chosen candidate, and the best candidate of every other family.
 
-    A sort is a group of candidates with the same ranks, micro-batches, chunks, backward splitting and checkpointing.
-    Candidates of the same sort have different orders of actions, placements or boundaries. The simulation predicts the
-    effect of these differences well, but the prediction error differs from sort to sort.
+    A family is a group of candidates with the same ranks, micro-batches, chunks, backward splitting and checkpointing.
+    Candidates of the same family have different orders of actions, placements or boundaries. The simulation predicts
+    the effect of these differences well, but the prediction error differs from family to family.
     """
-    sorts: dict[Any, EvaluatedCandidate] = {}
+    families: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
-        sorts.setdefault(_sort(found.candidate), found)
-    return list(sorts.values())
+        families.setdefault(_family(found.candidate), found)
+    return list(families.values())
 
 
-def _sort(candidate: Candidate) -> tuple[Any, ...]:
+def _family(candidate: Candidate) -> tuple[Any, ...]:
     own = candidate.num_ranks, candidate.num_microbatches, candidate.schedule.chunks_per_rank, candidate.splits
     return (*own, repr(candidate.checkpoint))
 

@@ -14,11 +14,11 @@ from typing import Any
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
 
-__all__ = ["Known", "StageTimes", "slowed"]
+__all__ = ["Known", "MeasuredStage", "slowed"]
 
 
 @dataclass(frozen=True)
-class StageTimes:
+class MeasuredStage:
     """The layers of a stage, and the times in seconds that were measured for one micro-batch on this stage."""
 
     layers: Sequence[str]
@@ -50,7 +50,7 @@ class Known:
         """Return the factor by which a device is slower than the fastest device; 1 if the device is not slow."""
         return self.slow.get(device, 1.0)
 
-    def corrected(self, stages: Sequence[StageTimes], tolerance: float) -> "Known":
+    def corrected(self, stages: Sequence[MeasuredStage], tolerance: float) -> "Known":
         """Correct the costs so that they reproduce measured stage times.
 
         Args:
@@ -70,7 +70,7 @@ class Known:
                 found.setdefault(name, []).append(costs)
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
-    def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
+    def _least_ratios(self, stages: Sequence[MeasuredStage]) -> dict[str, float]:
         """Return, for each layer, the smallest ratio of measured to known time.
 
         The minimum is over all stages that contain a layer of the same kind.
@@ -83,7 +83,7 @@ class Known:
         return {name: least[kind] for name, kind in self.kinds.items() if kind in least}
 
     def _slow_devices(
-        self, stages: Sequence[StageTimes], factors: Mapping[str, float], tolerance: float
+        self, stages: Sequence[MeasuredStage], factors: Mapping[str, float], tolerance: float
     ) -> dict[Hashable, float]:
         """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
@@ -103,7 +103,7 @@ class Known:
         return slow
 
     def _by_kind(
-        self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
+        self, stages: Sequence[MeasuredStage], value: Callable[[MeasuredStage], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
         """For each kind of layer, return the distinct results of ``value`` for the stages that contain this kind."""
         found: dict[Hashable, set[Hashable]] = {}
@@ -112,7 +112,7 @@ class Known:
                 found.setdefault(self.kinds[name], set()).add(value(stage))
         return found
 
-    def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
+    def _ratio(self, stage: MeasuredStage, factors: Mapping[str, float] | None = None) -> float:
         """Return a stage's measured time divided by its known time. ``factors`` scale the known times of layers."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
@@ -120,7 +120,7 @@ class Known:
         )
         return stage.total_s / (known * self.slowness(stage.device)) if known else 1.0
 
-    def _scaled(self, stage: StageTimes, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
+    def _scaled(self, stage: MeasuredStage, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
         """Return the costs of the stage's layers, scaled so that the layer times add up to the stage's measured times.
 
         Args:

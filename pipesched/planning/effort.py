@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pipesched.progress import advance
 
-__all__ = ["AT_LEAST", "FOR_MEMORY", "FOR_PARTITION", "IN_ORDER_SEARCH", "Effort"]
+__all__ = ["AT_LEAST", "FOR_MEMORY", "FOR_PARTITION", "IN_ORDER_SEARCH", "SearchEffort"]
 
 AT_LEAST = 1_000  # fixed cost of one simulation or partition, in actions
 FOR_PARTITION = 100  # cost of partitioning, per layer and per stage, in actions
@@ -15,7 +15,7 @@ FOR_MEMORY = 2  # cost of computing the ranks' memory per action of the program,
 IN_ORDER_SEARCH = 40  # cost of finding a program's order by search, per action of the program, in actions
 
 
-class Effort:
+class SearchEffort:
     """The remaining effort of one search.
 
     Args:

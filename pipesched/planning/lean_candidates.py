@@ -5,11 +5,11 @@ from functools import cached_property
 from itertools import chain
 
 from pipesched.planning.candidates import Candidate, candidates, smaller_counts
-from pipesched.planning.effort import FOR_MEMORY, Effort
+from pipesched.planning.effort import FOR_MEMORY, SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.narrow_1f1b import windowed
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
-from pipesched.planning.windows import windowed
 from pipesched.program.order import Schedule
 
 __all__ = ["LeanCandidates"]
@@ -28,7 +28,7 @@ class LeanCandidates:
 
     """
 
-    def __init__(self, search: SearchRequest, chooser: RecomputationChooser, effort: Effort) -> None:
+    def __init__(self, search: SearchRequest, chooser: RecomputationChooser, effort: SearchEffort) -> None:
         self._search = search
         self._chooser = chooser
         self._effort = effort

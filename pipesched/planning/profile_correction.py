@@ -13,7 +13,7 @@ from typing import Any
 import networkx as nx
 
 from pipesched.partitioning.result import StageLayers
-from pipesched.planning.cost_correction import Known, StageTimes
+from pipesched.planning.cost_correction import Known, MeasuredStage
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.replan_verdict import certain, strayed
 from pipesched.program.actions import Kind
@@ -105,7 +105,7 @@ def _damped(factors: Mapping[str, Mapping[str, float]], certainty: float, common
     }
 
 
-def _stage_times(cut: StageLayers, steps: Sequence[Stages], layers: Mapping[str, LayerCosts]) -> list[StageTimes]:
+def _stage_times(cut: StageLayers, steps: Sequence[Stages], layers: Mapping[str, LayerCosts]) -> list[MeasuredStage]:
     """Return the times of each stage per micro-batch, corrected by the measured steps.
 
     Each time is the sum of the times in ``layers``, multiplied by the stage's ratio of measured to predicted time.
@@ -118,7 +118,7 @@ def _stage_times(cut: StageLayers, steps: Sequence[Stages], layers: Mapping[str,
     for stage, names in enumerate(cut):
         slower = _slower(stages.get(stage, []))
         whole = {time: slower[time] * sum(getattr(layers[name], time) for name in names) for time in TIMES}
-        times.append(StageTimes(names, None, **whole))
+        times.append(MeasuredStage(names, None, **whole))
     return times
 
 

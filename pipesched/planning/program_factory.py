@@ -291,7 +291,7 @@ class StepPrograms:
         return program
 
     @cached_property
-    def timed(self) -> Program:
+    def without_messages(self) -> Program:
         """The program that the pipeline runs, but without transfers.
 
         The program contains one step or, if steps overlap, all steps until the order of actions repeats.
@@ -330,7 +330,7 @@ class StepPrograms:
     @cached_property
     def training(self) -> Program:
         """The program of a training step, with transfers between ranks."""
-        return lower(self.timed)
+        return lower(self.without_messages)
 
     @cached_property
     def segments(self) -> Segments:

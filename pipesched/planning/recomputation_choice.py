@@ -20,7 +20,7 @@ from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition, balance, partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, Effort
+from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.plan import completion_of
 from pipesched.planning.search_request import SearchRequest
@@ -52,7 +52,7 @@ class RecomputationChooser:
 
     """
 
-    def __init__(self, search: SearchRequest, effort: Effort) -> None:
+    def __init__(self, search: SearchRequest, effort: SearchEffort) -> None:
         self._search = search
         self._effort = effort
         self._partitions: dict[Any, _Partitioned | None] = {}

@@ -6,7 +6,7 @@ the layers. The layers of the first candidate in the queue are assigned to stage
 The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
 first in the queue again. The search ends when no bound is below the best step time. If no candidate fits into memory,
 the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
-these fits, the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage
+these fits, the plan with the smallest peak memory is determined (`pipesched.planning.least_memory`). At the end, stage
 boundaries of the best candidates are moved while this shortens the simulated step
 (`pipesched.planning.refinement.boundary_refinement`), and a search looks for faster orders of actions
 (`pipesched.planning.refinement.order_search`).
@@ -26,16 +26,16 @@ from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, IN_ORDER_SEARCH, Effort
+from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, IN_ORDER_SEARCH, SearchEffort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, label_of, simplest
-from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, no_partition
 from pipesched.planning.lean_candidates import LeanCandidates
+from pipesched.planning.least_memory import FittingPlans, leanest, memory_limit_error, stage_count_error
+from pipesched.planning.narrow_1f1b import is_windowed, window_of
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.refinement.order_search import ORDER_GAIN, OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
-from pipesched.planning.windows import is_windowed, window_of
 from pipesched.program.actions import Kind
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
@@ -120,8 +120,10 @@ class Tuner:
         self._rival_s = inf
         self._in_need = False
         self._simple_s = inf
-        self._effort = Effort(search.effort, lambda share: progress(share * _KNOWN))
-        self._order_effort = Effort(_FOR_ORDERS * search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
+        self._effort = SearchEffort(search.effort, lambda share: progress(share * _KNOWN))
+        self._order_effort = SearchEffort(
+            _FOR_ORDERS * search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN))
+        )
         self._chooser = RecomputationChooser(search, self._effort)
         self._lean = LeanCandidates(search, self._chooser, self._effort)
         self._found: list[EvaluatedCandidate] = []
@@ -227,17 +229,17 @@ class Tuner:
         """
         search = self._search
         if search.memory_limit_bytes is None or not self._can_be_partitioned():
-            raise no_partition(search)
+            raise stage_count_error(search)
         fitting = FittingPlans({repr(search.checkpoint): self._lean.thrifty}, self._effort)
         found = replace(leanest(search, fitting), limit_bytes=search.memory_limit_bytes)
         if any(found.excess_bytes):
-            raise infeasible(search, max(found.peak_bytes), fitting)
+            raise memory_limit_error(search, max(found.peak_bytes), fitting)
         return self._simulated(found)
 
     def _can_be_partitioned(self) -> bool:
         """Return whether a plan exists without memory limits."""
         search = replace(self._search, memory_limit_bytes=None)
-        return FittingPlans({}, Effort(search.effort)).lean(search).any_that_fits() is not None
+        return FittingPlans({}, SearchEffort(search.effort)).lean(search).any_that_fits() is not None
 
     # ---- candidates, the most promising first -----------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pipesched.progress import advance
 from pipesched.runtime.stage.recompute import is_dear
 from pipesched.runtime.stage.stage import Stage
 from pipesched.simulation.layer_memory import LayerMemory
-from pipesched.simulation.memory import Message
+from pipesched.simulation.memory import MessageSizes
 from pipesched.tensors.memory_tracker import Books, books_of
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of
 from pipesched.tensors.torch_insides import DispatchMode
@@ -39,8 +39,8 @@ class Sizes:
     """The measured memory of a stage, and the sizes of the messages that it sends."""
 
     memory: LayerMemory
-    #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.
-    gives: tuple[Message, ...]
+    #: The sizes of the message to each consumer stage. `MessageSizes.back` is set when the consumer is measured.
+    gives: tuple[MessageSizes, ...]
     #: The size in bytes of the gradients that are sent back to each producer stage.
     backs: tuple[int, ...]
 
@@ -167,14 +167,14 @@ class _Pass:
             layer.stage.weight_grad(0)
             self.delivery = books.peak - left
 
-    def _given(self, outputs: list[Payload]) -> Message:
+    def _given(self, outputs: list[Payload]) -> MessageSizes:
         """Remove and free the first output. Returns the sizes of the message that would carry this output."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)
         made = sum(_memories(one.tensors).values())
         del one
-        return Message(arriving=arriving, made=made, kept=made - self._dropped(before), back=0)
+        return MessageSizes(arriving=arriving, made=made, kept=made - self._dropped(before), back=0)
 
     def _dropped(self, before: int) -> int:
         return before - self._books.bytes

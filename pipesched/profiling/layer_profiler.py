@@ -28,14 +28,14 @@ from pipesched.tensors.meta_tensors import lacks_contents, stand_in
 from pipesched.tensors.payload import Payload, pytree
 from pipesched.user_warning import warn
 
-__all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
+__all__ = ["QUICK", "Between", "MeasurementEffort", "measure_calls", "measure_layers"]
 
 #: Name of a call -> the layer and its arguments. If the arguments are None, the layer gets the previous layer's output.
 Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class MeasurementEffort:
     """The settings that determine how layers are measured, and how thoroughly."""
 
     #: Maximum number of rounds. A round measures the times of every layer once.
@@ -53,7 +53,7 @@ class Effort:
 
 
 #: The default settings: thorough enough to choose stage boundaries.
-QUICK = Effort()
+QUICK = MeasurementEffort()
 
 #: Layers are measured in groups of about this size, so that weights leave the caches between rounds, as in a step.
 _TOGETHER_BYTES = 1 << 26
@@ -64,7 +64,7 @@ def measure_layers(
     sample: Any,
     device: torch.device,
     intra_op_threads: int,
-    effort: Effort = QUICK,
+    effort: MeasurementEffort = QUICK,
 ) -> dict[str, LayerCosts]:
     """Measure the costs of a chain of layers on one micro-batch. Each time is the median of several runs.
 
@@ -89,7 +89,7 @@ def measure_calls(
     wanted: Collection[str],
     device: torch.device,
     intra_op_threads: int,
-    effort: Effort = QUICK,
+    effort: MeasurementEffort = QUICK,
 ) -> dict[str, LayerCosts]:
     """Measure layers like ``measure_layers``, but call each layer with its own arguments.
 
@@ -109,7 +109,7 @@ def measure_calls(
     return _measured(given, device, intra_op_threads, effort)
 
 
-def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
+def _measured(calls: Calls, device: torch.device, threads: int, effort: MeasurementEffort) -> dict[str, LayerCosts]:
     """Measure layers in a new thread or in the current thread, as ``effort.ranks_are`` requires."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
@@ -218,7 +218,7 @@ class Between(nn.Module):
 class _Survey:
     """Measures the layer calls of a model. If several calls have the same costs, only some of them are measured."""
 
-    def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
+    def __init__(self, device: torch.device, caller: Caller, threads: int, effort: MeasurementEffort) -> None:
         self._device = device
         self._caller = caller
         self._threads = threads
@@ -327,7 +327,7 @@ class _Survey:
     def _look(self, lap: TimingRun) -> _Kind:
         subject = lap.subjects[0]
         output = Payload.of(((lap.round().output,), {}))
-        stage = _Alone(lap, subject, self._device, self._caller)
+        stage = _IsolatedLayer(lap, subject, self._device, self._caller)
         weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
         layer = Layer(
             stage=stage.stage,
@@ -340,7 +340,7 @@ class _Survey:
         return _Kind(memory=memory, parameter_bytes=_nbytes(subject.layer.parameters()), output=output)
 
 
-class _Held(nn.Module):
+class _UnregisteredLayer(nn.Module):
     """Calls a layer without registering the layer's parameters.
 
     While a layer is timed, its parameters are replaced by copies, which are plain tensors. A Stage splits the backward
@@ -355,13 +355,13 @@ class _Held(nn.Module):
         return self._layer[0](*args, **kwargs)
 
 
-class _Alone:
+class _IsolatedLayer:
     """A layer that runs as a stage and has already run F, I and W once. ``caller`` contains the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap
         self._layer = lap.modules_of[subject]
-        self.stage = Stage({subject.name: _Held(self._layer)}, device)
+        self.stage = Stage({subject.name: _UnregisteredLayer(self._layer)}, device)
         self._caller = caller
         self._step = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)

@@ -13,7 +13,7 @@ from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layered_model import LayeredModel, LayersInARow, as_model, layered
 from pipesched.model.containers import Twin
 from pipesched.model.state_guard import set_aside
-from pipesched.profiling.layer_profiler import QUICK, Between, Effort, measure_calls, measure_layers
+from pipesched.profiling.layer_profiler import QUICK, Between, MeasurementEffort, measure_calls, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.meta_tensors import lacks_contents
@@ -68,7 +68,7 @@ def graph_of(
 
 
 def measure(
-    known: LayeredModel, device: torch.device, intra_op_threads: int, effort: Effort = QUICK
+    known: LayeredModel, device: torch.device, intra_op_threads: int, effort: MeasurementEffort = QUICK
 ) -> dict[str, LayerCosts]:
     """Return the measured costs of each layer, keyed by the layer's name."""
     if isinstance(known, CapturedModel):
@@ -82,7 +82,7 @@ def measure(
 
 
 def _measure_captured(
-    known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
+    known: CapturedModel, device: torch.device, intra_op_threads: int, effort: MeasurementEffort
 ) -> dict[str, LayerCosts]:
     """Return the measured costs of each layer at which a stage can begin.
 

@@ -27,7 +27,7 @@ from pipesched.runtime.executors.interpreter import StageLike
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.rank_grid import Axes, RankGrid, SumRanks, grid_of
 from pipesched.runtime.rank_host import RankHost, host_of_group, host_of_mesh
-from pipesched.runtime.reductions.collective_lane import Ticket
+from pipesched.runtime.reductions.collective_lane import LaneJob
 from pipesched.runtime.reductions.replica_sum import ReplicaSums
 from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.simulation.trace import Span
@@ -121,10 +121,10 @@ def measure_collectives(host: RankHost, sums: ReplicaSums) -> tuple[Collectives,
     def whole(size: int) -> Tensor:
         return torch.zeros(sums.length(max(1, size // 4)), dtype=torch.float32, device=device)
 
-    def gather(size: int) -> Ticket:
+    def gather(size: int) -> LaneJob:
         return sums.spread([[[row] for row in whole(size).view(count, -1)]])
 
-    starts: dict[str, Callable[[int], Ticket]] = {
+    starts: dict[str, Callable[[int], LaneJob]] = {
         "all_reduce": lambda size: sums.start([whole(size)]),
         "reduce_scatter": lambda size: sums.scatter([whole(size).view(count, -1)]),
         "all_gather": gather,
@@ -138,7 +138,7 @@ def measure_collectives(host: RankHost, sums: ReplicaSums) -> tuple[Collectives,
     )
 
 
-def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.device) -> dict[int, list[float]]:
+def _timed(start: Callable[[int], LaneJob], sums: ReplicaSums, device: torch.device) -> dict[int, list[float]]:
     """Return the times of a collective in seconds for tensors of several sizes, keyed by the size in bytes."""
     found: dict[int, list[float]] = {}
     for size in _COLLECTIVE_BYTES:

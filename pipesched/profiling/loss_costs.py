@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.profiling.layer_profiler import QUICK, Effort, measure_calls
+from pipesched.profiling.layer_profiler import QUICK, MeasurementEffort, measure_calls
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.layer_memory import LossMemory
 from pipesched.tensors.payload import pytree
@@ -22,7 +22,7 @@ def loss_costs(
     target: Any,
     device: torch.device,
     threads: int,
-    effort: Effort = QUICK,
+    effort: MeasurementEffort = QUICK,
 ) -> LayerCosts:
     """Return the measured costs of computing a loss for this output and target."""
     call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})

@@ -76,7 +76,7 @@ class _Worked(torch.autograd.Function):
         return ctx.work(grad), None, None
 
 
-class _Layer(nn.Module):
+class _SyntheticLayer(nn.Module):
     """A layer that computes or sleeps for a time proportional to ``parts``. ``seconds`` has the time of each action."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Ran:
     work_s: dict[Action, float]
 
 
-class Run(Protocol):
+class ProgramRunner(Protocol):
     """Runs programs whose stages measure the time of their own work."""
 
     def __call__(self, program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
@@ -134,7 +134,9 @@ def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: i
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
-        orders[rank] += [Action(stage, kind, mb) for kind in (Kind.F, Kind.B) for mb in range(num_microbatches)]
+        orders[rank] += [
+            Action(stage, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(num_microbatches)
+        ]
     graph = chain(len(placement), len(over))
     return Program(orders, placement, num_microbatches, graph=graph, name="overhead probe")  # type: ignore[arg-type]
 
@@ -193,12 +195,12 @@ def probe_overheads(
         host.close()
 
 
-def _runner(host: RankHost) -> Run:
+def _runner(host: RankHost) -> ProgramRunner:
     def run(program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
         device = host.grid.devices[0]
         lowered = lower(program)
         own = {stage for stage, rank in enumerate(program.placement) if host.grid.holds(rank)}
-        layers = {stage: _Layer(parts[stage], waits, device) for stage in sorted(own)}
+        layers = {stage: _SyntheticLayer(parts[stage], waits, device) for stage in sorted(own)}
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
         count = program.num_microbatches
@@ -253,10 +255,10 @@ def _of_stage(program: Program, stage: int) -> list[Action]:
     return [action for action in program.orders[program.placement[stage]] if action.stage == stage]
 
 
-def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) -> Overheads:
+def find_overheads(num_ranks: int, num_cores: int, run: ProgramRunner, rounds: int = 1) -> Overheads:
     """Measure the overheads of ``num_ranks`` ranks on ``num_cores`` cores, with programs that ``run`` executes."""
     most = max(2, min(num_ranks, num_cores)) if num_ranks > 1 else 1  # the number of ranks that compute at once
-    seen = _Seen()
+    seen = _MeasuredOverheads()
     everybody = _chains([tuple(range(num_ranks))], num_ranks, _MICROBATCHES_ASLEEP)
     asleep: list[tuple[Ran, Ran]] = []
     for _ in range(rounds):
@@ -303,7 +305,7 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
     return [(rank, rank + 1) for rank in range(0, num_ranks - 1, 2)]
 
 
-class _Seen:
+class _MeasuredOverheads:
     """Collects overheads in seconds, keyed by measurement, kind of action, and number of rows in the message.
 
     The probe measures four overheads: of an action without messages ("action"), of an action that sends a message

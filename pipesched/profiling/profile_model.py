@@ -17,7 +17,7 @@ from pipesched.checks import as_list, as_path, is_count, shown
 from pipesched.errors import InputError
 from pipesched.model.fingerprint import code_of, device_name, fingerprint, form_of
 from pipesched.model.state_guard import set_aside, unchanged, untouched
-from pipesched.profiling.layer_profiler import Between, Effort, measure_calls
+from pipesched.profiling.layer_profiler import Between, MeasurementEffort, measure_calls
 from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import loss_costs, with_loss_bytes
 from pipesched.profiling.optimizer_costs import Update, measure_updates
@@ -43,8 +43,8 @@ _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds a
 # of this time, or by at most the fraction _TINY of the time of all layers.
 _AGREE = 0.03
 _TINY = 0.002
-_EFFORT = Effort(rounds=5, enough_s=2.0)
-_QUICK_EFFORT = Effort(rounds=3, enough_s=0.8)  # for a single pass
+_EFFORT = MeasurementEffort(rounds=5, enough_s=2.0)
+_QUICK_EFFORT = MeasurementEffort(rounds=3, enough_s=0.8)  # for a single pass
 _LARGEST_BYTES = 1 << 31  # a model with at most this many bytes of parameters is also measured as a whole
 _ROWS = "rows= must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
@@ -201,7 +201,7 @@ def _with_loss(
     loss: nn.Module,
     device: torch.device,
     threads: int,
-    effort: Effort,
+    effort: MeasurementEffort,
 ) -> LayerCosts:
     """Return the last layer's costs plus the costs of the loss."""
     args, kwargs = batch.inputs[0]
@@ -240,7 +240,7 @@ def _check_sum(
     batch: Batch,
     device: torch.device,
     threads: int,
-    effort: Effort,
+    effort: MeasurementEffort,
 ) -> None:
     """Warn if the layers' times do not add up to the model's time.
 

@@ -15,13 +15,13 @@ from pipesched.runtime.stage.recompute_trial import RecomputeWord, fault_of_reco
 from pipesched.tensors.tensor_attributes import is_plain
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["Trial", "faults", "put_refusals", "trials"]
+__all__ = ["RecomputeTrial", "faults", "put_refusals", "trials"]
 
 #: The ways that a search may choose.
 _SEARCHED: tuple[RecomputeWord, ...] = ("recompute", "always")
 
 
-class Trial(NamedTuple):
+class RecomputeTrial(NamedTuple):
     """A layer with the arguments of a call, and the names of all layers of its kind on its device."""
 
     name: str
@@ -35,7 +35,7 @@ def trials(
     layered: LayeredModel,
     stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
     words: Mapping[str, Any],
-) -> list[Trial]:
+) -> list[RecomputeTrial]:
     """Return one layer of each kind, word and device among the layers in ``words``.
 
     Layers of one kind have the same code, settings, attributes, hooks and shapes. Layers on the meta device are left
@@ -47,7 +47,7 @@ def trials(
         words: layer name -> how the layer is recomputed.
 
     """
-    found: dict[str, Trial] = {}
+    found: dict[str, RecomputeTrial] = {}
     behaviours = Behaviours()
     here = {name for layers, _ in stages for name in layers}
     for name, given in layered.examples(here & words.keys()):
@@ -56,7 +56,7 @@ def trials(
             if any(tensor.is_meta or not is_plain(tensor) for tensor in tensors):
                 continue
             kind = repr((behaviours.of(layer), form_of(given), words[name], device))
-            found.setdefault(kind, Trial(name, layer, given, device, [])).alike.append(name)
+            found.setdefault(kind, RecomputeTrial(name, layer, given, device, [])).alike.append(name)
     return list(found.values())
 
 
@@ -64,7 +64,7 @@ def faults(
     layered: LayeredModel,
     stages: Sequence[tuple[Mapping[str, nn.Module], torch.device]],
     words: Mapping[str, RecomputeWord],
-) -> Iterator[tuple[Trial, RecomputeWord, str]]:
+) -> Iterator[tuple[RecomputeTrial, RecomputeWord, str]]:
     """Yield each layer whose gradients recomputation would change, its word, and the fault. Arguments as for `trials`.
 
     Of layers of one kind, only one is tried and yielded.

@@ -26,7 +26,7 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import MEMORY_COLUMNS
 from pipesched.simulation.layer_memory import LayerMemory, stage_memory
-from pipesched.simulation.memory import Message
+from pipesched.simulation.memory import MessageSizes
 from pipesched.simulation.tied_weight_costs import weight_bytes
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
@@ -47,7 +47,7 @@ class StageSizes:
     #: Parameter name -> the parameter's size in bytes.
     parameters: Mapping[str, int]
     #: Consumer stage -> the sizes of the message to this consumer.
-    messages: Mapping[int, Message]
+    messages: Mapping[int, MessageSizes]
 
 
 def stage_sizes(
@@ -95,7 +95,7 @@ def stage_sizes(
             own_ties = ties.for_layers(body.layers, device)
             written = captured.written_by(cut)[index]
             stage = Stage(body, device, head, ties=own_ties, checkpoint_of_call=checkpoint_of_call, written=written)
-            alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
+            alone = _IsolatedStage(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
             leaves = [*ties.leaves(index), *(own for own in stage.optimizer.parameters if own not in ties.parameters)]
             sizes = alone.sizes([leaf for leaf in leaves if leaf.requires_grad])
             for giver, back in zip(givers, sizes.backs, strict=False):
@@ -113,11 +113,11 @@ def stage_sizes(
         return found
 
     with untouched(model, model.training), caller.held():
-        found: list[StageSizes] = torch.func.functional_call(_Holder(model), aliases, (act,))
+        found: list[StageSizes] = torch.func.functional_call(_ModelHolder(model), aliases, (act,))
     return found
 
 
-def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
+def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], MessageSizes]:
     """Return the message sizes, keyed by (producer, consumer).
 
     ``stages`` has one entry for each set of weights. Stages with the same weights send messages of the same sizes.
@@ -153,7 +153,7 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
     return replace(costs, **columns)
 
 
-class _Holder(nn.Module):
+class _ModelHolder(nn.Module):
     """Runs code while other tensors replace the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,7 +164,7 @@ class _Holder(nn.Module):
         return act()
 
 
-class _Alone:
+class _IsolatedStage:
     """A stage that runs without the other stages. ``arrived`` contains the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:

@@ -54,7 +54,7 @@ class Subject:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run:
+class TimingRound:
     """The state of a round between its forwards and its backward passes; each list has one entry for each layer."""
 
     #: Whether the backward passes leave weight gradients to W.
@@ -122,14 +122,14 @@ class TimingRun(nn.Module):
 
     # ---- rounds, each of which adds its times to the subjects ------------------------------------------------------
 
-    def round(self, *, split: bool = False, clock: "Clock | None" = None) -> Run:
+    def round(self, *, split: bool = False, stopwatch: "Stopwatch | None" = None) -> TimingRound:
         """Run the F of all layers, then the B of all layers; if ``split`` is True, run the I instead of the B."""
-        own = clock or Clock(self._device)
+        own = stopwatch or Stopwatch(self._device)
         self._deferral.begin()
-        run = Run(deferred=split and self._deferral.decide(0, lambda: None))
+        run = TimingRound(deferred=split and self._deferral.decide(0, lambda: None))
         self.forwards(run, own, split=split)
         self.backwards(run, own, "input_grad_s" if split else "backward_s")
-        if clock is None:
+        if stopwatch is None:
             own.settle()
         return run
 
@@ -139,19 +139,19 @@ class TimingRun(nn.Module):
         If ``apart`` is True, the weight gradients are computed by one call for each layer, otherwise by one call for
         all layers.
         """
-        clock = Clock(self._device)
-        run = self.round(split=True, clock=clock)
+        stopwatch = Stopwatch(self._device)
+        run = self.round(split=True, stopwatch=stopwatch)
         if apart:
             for subject, products in zip(reversed(self._all), reversed(run.products), strict=True):
-                begin = clock.now()
+                begin = stopwatch.now()
                 self.weight_grads(products)
-                clock.note(subject, "weight_grad_s", begin)
+                stopwatch.note(subject, "weight_grad_s", begin)
         else:
             together = [product for products in run.products for product in products]
-            begin = clock.now()
+            begin = stopwatch.now()
             self.weight_grads(together)
-            clock.note(self.subjects[0], _TOGETHER, begin)
-        clock.settle()
+            stopwatch.note(self.subjects[0], _TOGETHER, begin)
+        stopwatch.settle()
 
     def clear(self) -> None:
         """Discard the times recorded so far."""
@@ -183,7 +183,7 @@ class TimingRun(nn.Module):
         for subject in self.subjects:
             subject.seconds[column] = [share * took_s for took_s in subject.seconds[column]]
 
-    def forwards(self, run: Run, clock: "Clock", *, split: bool = False) -> None:
+    def forwards(self, run: TimingRound, stopwatch: "Stopwatch", *, split: bool = False) -> None:
         """Call all layers, and record the time of each call."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
@@ -193,15 +193,15 @@ class TimingRun(nn.Module):
             self.forget_graphs(layer)
             self._random.enter(Key(0, 0, 0), subject.name)
             with _naming(subject, self._device), self._caller.autocast(), self._forward_mode[noted]:
-                begin = clock.now()
+                begin = stopwatch.now()
                 output = layer(*args, **kwargs)
-                clock.note(subject, "forward_s", begin)
+                stopwatch.note(subject, "forward_s", begin)
                 advance()
                 check_layouts(tensors_in(output), f"layer {subject.name!r}")
             if subject is self.subjects[-1]:
                 run.output = output  # other outputs are freed if no backward needs them
             leaves = [*trainable_leaves(output), *self._added.taken()]
-            run.turns.append(_Turn(subject, clock, leaves))
+            run.turns.append(_Turn(subject, stopwatch, leaves))
             if leaves:
                 run.roots.append(_Begin.apply(run.turns[-1], *leaves))  # type: ignore[no-untyped-call]
             counts.append(self._deferral.num_noted)
@@ -223,14 +223,14 @@ class TimingRun(nn.Module):
         given = subject.given.map_tensors(lambda tensor: tensor.to(self._device, copy=True))
         return unchanged(given.with_wanted(enter(given.wanted) if given.wanted else ()))
 
-    def backwards(self, run: Run, clock: "Clock", column: str) -> None:
+    def backwards(self, run: TimingRound, stopwatch: "Stopwatch", column: str) -> None:
         """Run the B or I of all layers, the last layer first."""
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
                     edges = [edge_of(root) for root in run.roots]  # with tensors, torch would exit the dispatch mode
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
-        end = clock.now()
+        end = stopwatch.now()
         for turn in run.turns:  # a layer's backward ends when the backward of the layer before begins
             end = turn.note(column, end)
 
@@ -261,7 +261,7 @@ class _AddedLosses:
         return value
 
 
-class Clock:
+class Stopwatch:
     """Measures times: on a CPU, wall time and the thread's processor time; on a GPU, events on the thread's stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -297,9 +297,9 @@ class Clock:
 class _Turn:
     """The start of one layer's backward pass, with the shapes and types of the gradients that it receives."""
 
-    def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, subject: Subject, stopwatch: Stopwatch, leaves: Sequence[Tensor]) -> None:
         self.subject = subject
-        self._clock = clock
+        self._stopwatch = stopwatch
         self._device = leaves[0].device if leaves else None
         self._progress = progress_here()  # the backward may run in another thread
         # the shape of a nested tensor is data, so a nested tensor on the meta device has no shape
@@ -313,17 +313,17 @@ class _Turn:
         Writing the gradients leaves them in the CPU cache, as the backward of the next layer would do in a step.
         """
         self._progress.advance()
-        self.came = self._clock.now()
+        self.came = self._stopwatch.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
-        self._begin = self._clock.now()
+        self._begin = self._stopwatch.now()
         return ones
 
     def note(self, column: str, end: Any) -> Any:
         """Record that the layer's backward pass ended at ``end``. Return the end of the previous backward pass."""
         if self.came is None:
-            self._clock.note(self.subject, column, end, end)
+            self._stopwatch.note(self.subject, column, end, end)
             return end
-        self._clock.note(self.subject, column, self._begin, end)
+        self._stopwatch.note(self.subject, column, self._begin, end)
         return self.came
 
 

@@ -49,7 +49,8 @@ class Columns:
         """Convert actions to columns. Raises ScheduleError for invalid values and numbers that exceed 32 bits."""
         try:
             rows: list[tuple[Any, ...]] = [
-                (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
+                (stage, CODES[kind], microbatch, -1 if peer is None else peer)
+                for stage, kind, microbatch, peer in actions
             ]
             table = np.array(rows or np.zeros((0, 4), np.int64))  # without dtype=, which would truncate fractions
         except ScheduleError:

@@ -60,7 +60,7 @@ def _add_communication(program: Program) -> Program:
     if program.index.has(*OTHER_END):
         return program
     columns = program.columns
-    messages = _Messages.of(program)
+    messages = _MessageArrays.of(program)
     sends = Columns.numbered(messages.giver, messages.send, messages.microbatch, messages.taker)
     receives = Columns.numbered(messages.taker, _RECEIVE_OF[messages.send], messages.microbatch, messages.giver)
     behind = messages.sender + columns.joined[messages.sender]
@@ -74,7 +74,7 @@ def _add_communication(program: Program) -> Program:
 _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
-class _Messages(NamedTuple):
+class _MessageArrays(NamedTuple):
     """The messages between ranks. Each array has one entry per message."""
 
     #: The row of the action that produces the message.
@@ -90,7 +90,7 @@ class _Messages(NamedTuple):
     send: Ints
 
     @classmethod
-    def of(cls, program: Program) -> "_Messages":
+    def of(cls, program: Program) -> "_MessageArrays":
         """Return all messages, sorted by producing row, then by receiving stage."""
         columns = program.columns
         row, needed = (part[program.messages] for part in program.requirements)
@@ -109,7 +109,7 @@ class _Messages(NamedTuple):
         )
 
 
-def _places(program: Program, messages: _Messages) -> Ints:
+def _places(program: Program, messages: _MessageArrays) -> Ints:
     """Return, for each message, the row before which its receive is inserted.
 
     This is the first row that consumes the message or a later message of the same channel.

@@ -79,7 +79,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
     position: list[int] = orders.offsets[:-1].tolist()
     stops: list[int] = orders.offsets[1:].tolist()
     free: list[Any] = [0] * len(orders)
-    busy = _Links(timing)
+    busy = _OccupiedLinks(timing)
     awaited: dict[int, list[int]] = {}
     ready = list(reversed(range(len(orders))))
     while ready:  # a loop over millions of actions, so function calls are avoided
@@ -125,7 +125,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
     return Walked(starts, ends, [row - begin for row, begin in zip(position, begins, strict=True)])
 
 
-class _Links:
+class _OccupiedLinks:
     """The time at which each occupied link becomes free."""
 
     def __init__(self, timing: Timing | None) -> None:

@@ -20,13 +20,13 @@ from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, Stopped, doing_at, said
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.channels import Channels
-from pipesched.runtime.transport.clock_sync import clock_offset
 from pipesched.runtime.transport.connections import MessageTransport, met, transport_for
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.host_copies import Courier
 from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.runtime.transport.rank_exchange import Exchange
 from pipesched.runtime.transport.shared_value import Shared
+from pipesched.runtime.transport.time_offset import time_offset
 from pipesched.simulation.trace import Span
 
 __all__ = ["ConnectedRank", "DifferentError", "account"]
@@ -94,7 +94,7 @@ class ConnectedRank:
             self._wire = connections.channels(_IDENTITY, self.encoding)
         with self.alone("the construction of a pipeline"):
             #: The seconds to add to this process's clock to get the time on rank 0's clock.
-            self.clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
+            self.time_offset_s = time_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
         if len(self.grid.rows) > 1:
             receive = WeakMethod(self._finish_broadcast_at_exit)

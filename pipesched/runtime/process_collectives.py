@@ -21,7 +21,7 @@ from pipesched.runtime.executors.threads import Timeline
 from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
 from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.runtime.transport.channels import SHARE
-from pipesched.runtime.transport.layout_book import digest
+from pipesched.runtime.transport.layout_predictor import digest
 from pipesched.runtime.transport.message_layout import MessageLayout, describe
 from pipesched.runtime.transport.rank_exchange import DEALT
 from pipesched.simulation.trace import Span

@@ -22,7 +22,7 @@ __all__ = ["RunResults", "StepMetrics", "with_added"]
 _Row = tuple[int, str, int, int, str, AddedReduction, Tensor]
 
 
-class _Result(NamedTuple):
+class _LossAndMetrics(NamedTuple):
     loss: Tensor
     metrics: dict[str, Tensor]
 
@@ -86,9 +86,9 @@ class StepMetrics:
         rank, here, weighting, measures = run.rank, host.grid.devices[run.rank], run.weighting, run.measures
         sum_of_replicas = collectives.sum_of_replicas
         size = len(run.microbatches)
-        found: list[_Result] = []
+        found: list[_LossAndMetrics] = []
 
-        def result() -> _Result:  # must not reference ``run``, because ``run`` would keep the batch alive
+        def result() -> _LossAndMetrics:  # must not reference ``run``, because ``run`` would keep the batch alive
             if not found:
                 parts: Any = shared()
                 loss, metrics = sum_of_replicas([ranks[rank][0] for ranks in parts], here) if adds else parts
@@ -165,7 +165,9 @@ def _measured(run: RunResults) -> dict[str, Tensor]:
     return {name: run.weighting.total(weighted([used_here(one[name]) for one in of_each])) for name in of_each[0]}
 
 
-def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
+def _combined(
+    loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting
+) -> _LossAndMetrics:
     """Return the sum of ``loss`` and all added losses, and the metrics, which include the added losses of each name.
 
     Losses are added in an order that does not depend on the plan: by micro-batch, then by the place of the call.
@@ -184,4 +186,4 @@ def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row],
     added = {name: torch.stack(named[name]).sum() for name in sorted(named)}
     for value in added.values():
         loss = loss + value
-    return _Result(loss, {**added, **metrics})
+    return _LossAndMetrics(loss, {**added, **metrics})

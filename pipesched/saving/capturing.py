@@ -6,20 +6,22 @@ from typing import Any
 from pipesched.checks import shown
 from pipesched.errors import CheckpointError
 from pipesched.progress import advance
+from pipesched.saving.collective_work import in_all
 from pipesched.saving.common_values import encode
 from pipesched.saving.extra_states import as_extra, capture_extra, encoded_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers, capture_optimizers
 from pipesched.saving.replica_states import check_equal_states
-from pipesched.saving.saved_run import Part
+from pipesched.saving.saved_run import CheckpointPart
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
 from pipesched.saving.tensor_files import plain
-from pipesched.saving.together import in_all
 
 __all__ = ["capture"]
 
 
-def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
+def capture(
+    run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None
+) -> CheckpointPart:
     """Return the part of a run that this process saves. Collective.
 
     Replica 0 saves the state that all replicas hold; each replica saves the state that only it holds.
@@ -31,7 +33,7 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
         InputError: an argument is invalid.
 
     """
-    part, divided = Part(), Part()
+    part, divided = CheckpointPart(), CheckpointPart()
 
     def own() -> Any:
         for kind, tensors in (("parameter", run.parameters), ("buffer", run.buffers)):

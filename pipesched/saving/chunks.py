@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipesched.json_files import read_fields
 
-__all__ = ["Chunk", "Rows", "fill", "pieces"]
+__all__ = ["Chunk", "Rows", "covers_tensor", "pieces"]
 
 
 class Rows(NamedTuple):
@@ -43,7 +43,7 @@ class Chunk:
         return Rows(self.offsets[0], self.offsets[0] + self.sizes[0])
 
 
-def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
+def covers_tensor(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
     """Return whether chunks, sorted by rows, together hold every element of a tensor exactly once."""
     end = 0
     for chunk in chunks:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pipesched.errors import CheckpointError
 from pipesched.runtime.rank_host import RankHost
+from pipesched.saving.collective_work import agreed
 from pipesched.saving.state_encoding import Encoder
 from pipesched.saving.tensor_files import bytes_of
-from pipesched.saving.together import agreed
 
 __all__ = ["Encoded", "encode", "kept_here"]
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipesched.runtime.rank_host import RankHost
+from pipesched.saving.collective_work import agreed, in_all
 from pipesched.saving.folders import sync_folder
 from pipesched.saving.manifest import dumped
 from pipesched.saving.tensor_files import plain, write_tensors
-from pipesched.saving.together import agreed, in_all
 from pipesched.saving.writing import explained
 from pipesched.whole_files import write_whole
 

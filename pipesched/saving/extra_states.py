@@ -18,7 +18,7 @@ from pipesched.saving.common_values import Encoded, kept_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.names import model_name
 from pipesched.saving.rollback import Rollback, noted
-from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.saved_run import CheckpointPart, SavedRun
 from pipesched.saving.saved_values import blank_reader
 from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
 from pipesched.saving.tensor_files import plain
@@ -27,7 +27,7 @@ __all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _NamedTensor:
     """A tensor that has the name and shape of a parameter or buffer of the model."""
 
     path: tuple[Any, ...]
@@ -43,7 +43,7 @@ class _ExtraEncoder(Encoder):
     def __init__(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(prefix)
         self._shapes = shapes
-        self.leaves: list[_Leaf] = []
+        self.leaves: list[_NamedTensor] = []
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
         rest: dict[Any, Any] = {}
@@ -51,7 +51,7 @@ class _ExtraEncoder(Encoder):
             name = model_name(key, self._shapes) if type(key) is str else None
             is_named = isinstance(part, Tensor) and name is not None and self._shapes[name] == tuple(part.shape)
             if name is not None and is_named and all(type(step) in (str, int) for step in path):
-                self.leaves.append(_Leaf(path, key, name, plain(part, f"{self._place(path)}[{key!r}]")))
+                self.leaves.append(_NamedTensor(path, key, name, plain(part, f"{self._place(path)}[{key!r}]")))
             else:
                 rest[key] = part
         return super()._mapping(rest, path)
@@ -60,7 +60,7 @@ class _ExtraEncoder(Encoder):
 @dataclass(frozen=True)
 class _Extra:
     encoded: Encoded
-    leaves: list[_Leaf] = field(default_factory=list)
+    leaves: list[_NamedTensor] = field(default_factory=list)
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
     return found
 
 
-def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> None:
+def capture_extra(part: CheckpointPart, extras: Mapping[str, _Extra], run: LiveRun) -> None:
     """Add to a checkpoint part the extra values that this process saves. Collective."""
     encoded = {name: extra.encoded for name, extra in extras.items()}
     own = kept_here(run.host, run.rank, "extra values", encoded, everywhere=True)

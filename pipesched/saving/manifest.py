@@ -26,7 +26,7 @@ from pipesched.errors import (
 )
 from pipesched.json_files import parse_json, read_fields
 from pipesched.progress import advance
-from pipesched.saving.chunks import Chunk, Rows, fill, pieces
+from pipesched.saving.chunks import Chunk, Rows, covers_tensor, pieces
 
 __all__ = ["DATA", "KINDS", "MANIFEST", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
 
@@ -217,7 +217,7 @@ class Manifest:
             is_whole = all(len(own) == len(entry.shape) and min(own, default=0) >= 0 for pair in places for own in pair)
             if entry.kind not in KINDS or not is_whole:
                 yield f"the entry of tensor {shown(key)} is of kind {shown(entry.kind)} and shape {entry.shape}"
-            elif entry.chunks and not (entry.shape and fill(entry.chunks, entry.shape)):
+            elif entry.chunks and not (entry.shape and covers_tensor(entry.chunks, entry.shape)):
                 yield f"the chunks of tensor {shown(key)} do not make up the whole tensor"
             for piece in pieces:
                 if piece.file not in self.files:

@@ -18,7 +18,7 @@ from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
 from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.rollback import Rollback
-from pipesched.saving.saved_run import Part, Read, SavedRun
+from pipesched.saving.saved_run import CheckpointPart, Read, SavedRun
 from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
 from pipesched.units import and_more, counted
 
@@ -114,7 +114,9 @@ def _check_states(optimizer: Optimizer) -> None:
         )
 
 
-def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer], run: LiveRun) -> None:
+def capture_optimizers(
+    common: CheckpointPart, own: CheckpointPart, optimizers: Sequence[Optimizer], run: LiveRun
+) -> None:
     """Add to checkpoint parts the optimizer states of the parameters that this process trains.
 
     Args:
@@ -163,7 +165,9 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
         own.values |= {"groups": groups, "parameters": alone}
 
 
-def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun) -> None:
+def _add_rows(
+    common: CheckpointPart, own: CheckpointPart, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun
+) -> None:
     """Add the states of this replica's rows of a parameter to ``own``, and the scalar states to ``common``.
 
     All replicas hold the same scalar states.

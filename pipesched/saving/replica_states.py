@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pipesched.errors import CheckpointError
 from pipesched.runtime.rank_host import RankHost
+from pipesched.saving.collective_work import agreed
 from pipesched.saving.manifest import dumped
-from pipesched.saving.saved_run import Part
+from pipesched.saving.saved_run import CheckpointPart
 from pipesched.saving.tensor_files import bytes_of
-from pipesched.saving.together import agreed
 
 __all__ = ["check_equal_states", "fingerprint"]
 
@@ -19,7 +19,7 @@ _COLUMNS = 4096
 _WORD = 8  # bytes per 64-bit word
 
 
-def check_equal_states(part: Part, host: RankHost) -> None:
+def check_equal_states(part: CheckpointPart, host: RankHost) -> None:
     """Check that ranks that run the same stages in different replicas have identical checkpoint parts. Collective.
 
     Raises:
@@ -45,7 +45,7 @@ def check_equal_states(part: Part, host: RankHost) -> None:
     agreed(host, compare)
 
 
-def _fingerprints(part: Part) -> Iterator[tuple[str, str]]:
+def _fingerprints(part: CheckpointPart) -> Iterator[tuple[str, str]]:
     """Yield the name and the fingerprint of each value and each tensor of a part.
 
     Values, such as the entries of the optimizer state, come before the tensors that belong to them.

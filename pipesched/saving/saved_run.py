@@ -7,16 +7,16 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pipesched.errors import CheckpointError
-from pipesched.saving.chunks import Chunk, Rows, fill
+from pipesched.saving.chunks import Chunk, Rows, covers_tensor
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import TensorEntry
 from pipesched.saving.tensor_files import dtype_name
 
-__all__ = ["Part", "Read", "SavedRun", "merged", "merged_entries"]
+__all__ = ["CheckpointPart", "Read", "SavedRun", "merged", "merged_entries"]
 
 
 @dataclass
-class Part:
+class CheckpointPart:
     """The part of a checkpoint that one process saves: tensors with their manifest entries, and JSON values."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class Part:
         self.tensors[key] = tensor
         self.entries[key] = entry
 
-    def joined(self, other: "Part") -> "Part":
+    def joined(self, other: "CheckpointPart") -> "CheckpointPart":
         """Return a part with the content of both parts. Two dicts under the same key are merged."""
         values = dict(self.values)
         for word, value in other.values.items():
             known = values.get(word)
             values[word] = {**known, **value} if isinstance(known, dict) else value
-        return Part({**self.tensors, **other.tensors}, {**self.entries, **other.entries}, values)
+        return CheckpointPart({**self.tensors, **other.tensors}, {**self.entries, **other.entries}, values)
 
 
 class Read(Protocol):
@@ -100,7 +100,7 @@ def merged_entries(parts: Iterable[Mapping[str, TensorEntry]], where: str) -> di
     for key, entry in found.items():
         if entry.chunks:
             chunks = tuple(sorted(entry.chunks, key=lambda chunk: chunk.offsets))
-            if not fill(chunks, entry.shape):
+            if not covers_tensor(chunks, entry.shape):
                 rows = ", ".join(f"{chunk.rows.start} to {chunk.rows.end - 1}" for chunk in chunks)
                 raise CheckpointError(
                     f"the processes that save a tensor must together save each of its rows once; {key!r} in {where} "

@@ -10,14 +10,14 @@ from pipesched.checks import as_path, check_type, is_count, shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
 from pipesched.runtime.rank_host import RankHost
 from pipesched.saving.capturing import capture
+from pipesched.saving.collective_work import BackgroundCall, Others, StuckError, agreed, in_all, together
 from pipesched.saving.host_buffers import HostBuffers, wait_for_devices
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_state
 from pipesched.saving.restoring import Restored, Restoring
 from pipesched.saving.rollback import Rollback
-from pipesched.saving.saved_run import Part, SavedRun
-from pipesched.saving.together import Others, StuckError, Work, agreed, in_all, together
+from pipesched.saving.saved_run import CheckpointPart, SavedRun
 from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
@@ -30,8 +30,8 @@ class Saver:
     """Saves and loads a pipeline. At most one asynchronous save runs at a time."""
 
     def __init__(self) -> None:
-        self._work: Work[None] | None = None  # an asynchronous save that nobody has waited for
-        self._left: Work[None] | None = None  # a save that was given up, because it was stuck
+        self._work: BackgroundCall[None] | None = None  # an asynchronous save that nobody has waited for
+        self._left: BackgroundCall[None] | None = None  # a save that was given up, because it was stuck
         self._others = Others()
         self._buffers = HostBuffers()
 
@@ -77,18 +77,18 @@ class Saver:
         others = self._others = Others(lambda: host.executor.closed)
         if not asynchronous:
             agreed(host, lambda: wait_for_devices(part.tensors.values()))
-            work = self._left = Work(lambda: write(target, part, run.facts, others))
+            work = self._left = BackgroundCall(lambda: write(target, part, run.facts, others))
             work.begin(host)
             together(host, work, others)
             return
         buffers = self._buffers
-        copy = Part(agreed(host, lambda: buffers.copied(part.tensors)), part.entries, part.values)
+        copy = CheckpointPart(agreed(host, lambda: buffers.copied(part.tensors)), part.entries, part.values)
 
         def write_copy() -> None:
             buffers.wait()
             write(target, copy, run.facts, others)
 
-        self._work = Work(write_copy)
+        self._work = BackgroundCall(write_copy)
         self._work.start(host)
         self._work.end_at_exit(host.grid.timeout_s)
 

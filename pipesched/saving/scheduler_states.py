@@ -10,7 +10,7 @@ from pipesched.errors import ArgumentError, CheckpointError
 from pipesched.saving.common_values import Encoded, encode, kept_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.rollback import Rollback
-from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.saved_run import CheckpointPart, SavedRun
 from pipesched.saving.state_encoding import decoded, tensor_keys
 
 __all__ = ["SchedulerChanges", "as_schedulers", "capture_schedulers"]
@@ -54,7 +54,7 @@ def encoded_schedulers(schedulers: Mapping[str, Any]) -> dict[str, Encoded]:
     return found
 
 
-def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun) -> None:
+def capture_schedulers(part: CheckpointPart, encoded: Mapping[str, Encoded], run: LiveRun) -> None:
     """Add the scheduler states that this process saves to a checkpoint part. Collective."""
     own = kept_here(run.host, run.rank, "schedulers", encoded, everywhere=False)
     if encoded:

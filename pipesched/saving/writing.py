@@ -21,12 +21,12 @@ import torch
 
 from pipesched.errors import CheckpointError, MissingCheckpointError
 from pipesched.progress import advance
+from pipesched.saving.collective_work import Others, OthersFailedError
 from pipesched.saving.folders import commit, folder_for, keep_newest, new_data_folder
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
-from pipesched.saving.saved_run import Part, merged_entries
+from pipesched.saving.saved_run import CheckpointPart, merged_entries
 from pipesched.saving.tensor_files import sharding_info, write_tensors
-from pipesched.saving.together import Others, OthersFailedError
 from pipesched.units import quote_bytes
 from pipesched.whole_files import write_whole
 
@@ -91,7 +91,7 @@ def check_shared(target: Target) -> None:
         )
 
 
-def write(target: Target, part: Part, facts: Facts, others: Others) -> None:
+def write(target: Target, part: CheckpointPart, facts: Facts, others: Others) -> None:
     """Write this process's files. The first process then waits for the other writers, and replaces the manifest.
 
     Args:
@@ -157,7 +157,7 @@ def _name(process: int) -> str:
     return f"part-{process:05}"
 
 
-def _write_part(target: Target, name: str, part: Part) -> None:
+def _write_part(target: Target, name: str, part: CheckpointPart) -> None:
     file = f"{name}.safetensors"
     entries = {key: entry.in_file(file) for key, entry in part.entries.items()}
     written = write_tensors(target.data_folder / file, part.tensors, sharding_info(entries))

@@ -9,7 +9,7 @@ arXiv:2401.10241) to any placement:
   lifetimes require a long step.
 
 If a rank has several stages, the last two bounds are also computed for each part of a micro-batch's path through this
-rank's stages (`_phases`). If ``effort`` is above 0, a search through all orders of one rank's actions gives another
+rank's stages (`_segments`). If ``effort`` is above 0, a search through all orders of one rank's actions gives another
 bound (`pipesched.simulation.relaxation.label_bound`).
 """
 
@@ -94,9 +94,9 @@ def lower_bound(
         limit = limits[rank]
         bounds.append(_one_machine(chunks, num_microbatches, limit))
         if limit < num_microbatches * len(chunks):
-            phases = list(_phases(chunks, num_microbatches, limit))
-            bounds += [_in_turns(phase, num_microbatches) for phase in phases]
-            bounds += [_littles_law_of_phase(phase, num_microbatches) for phase in phases]
+            segments = list(_segments(chunks, num_microbatches, limit))
+            bounds += [_in_turns(segment, num_microbatches) for segment in segments]
+            bounds += [_littles_law_of_segment(segment, num_microbatches) for segment in segments]
             bounds += [_littles_law(chunks, num_microbatches, limit)]
     bound = max(bounds, default=0)
     if effort and bound:
@@ -200,17 +200,17 @@ def _one_machine(chunks: Sequence[StageTimes], num_microbatches: int, limit: int
     moments = {moment for s in chunks for moment in (s.start, s.turn, s.rest_start)} | {release}
     best: float = 0
     for moment in moments:
-        tasks = [(after, num_microbatches * seconds) for after, seconds in _tasks_from(moment, chunks)]
+        parts = [(after, num_microbatches * seconds) for after, seconds in _parts_from(moment, chunks)]
         if moment <= release:
-            tasks += _held_back([s for s in chunks if s.start < moment], num_microbatches, limit)
+            parts += _held_back([s for s in chunks if s.start < moment], num_microbatches, limit)
         work: float = 0
-        for after, seconds in sorted(tasks, reverse=True):
+        for after, seconds in sorted(parts, reverse=True):
             work += seconds
             best = max(best, moment + work + after)
     return best
 
 
-def _tasks_from(moment: float, chunks: Sequence[StageTimes]) -> Iterable[tuple[float, float]]:
+def _parts_from(moment: float, chunks: Sequence[StageTimes]) -> Iterable[tuple[float, float]]:
     """Yield the parts of a micro-batch's work that cannot start before ``moment``, as (time to the end, duration)."""
     for stage in chunks:
         if stage.start >= moment:
@@ -237,27 +237,27 @@ def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Phase:
+class _PathSegment:
     """A part of a micro-batch's path through a rank. Only ``places`` micro-batches can be in this part at once."""
 
     start: float  # earliest start
     seconds: float  # shortest duration
-    places: int  # the maximum number of micro-batches in the phase at once
-    forward: float  # duration of the F with which the phase starts
+    places: int  # the maximum number of micro-batches in the segment at once
+    forward: float  # duration of the F with which the segment starts
     after_forward: float  # from the end of that F to the end of all work that follows it
-    last: float  # duration of the shortest action with which the phase ends
-    after: float  # from the end of the phase to the end of all work that follows it
+    last: float  # duration of the shortest action with which the segment ends
+    after: float  # from the end of the segment to the end of all work that follows it
 
 
-def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
-    """Yield the phases of a micro-batch's path through a rank that have room for only some of the micro-batches.
+def _segments(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_PathSegment]:
+    """Yield the segments of a micro-batch's path through a rank that have room for only some of the micro-batches.
 
-    Two chunks of the rank, ``first`` and a chunk ``second`` that comes later in the chain, have two phases: from the F
-    on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A single
-    chunk has one phase, from its F to its gradient.
+    Two chunks of the rank, ``first`` and a chunk ``second`` that comes later in the chain, have two segments: from the
+    F on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A single
+    chunk has one segment, from its F to its gradient.
 
-    Throughout a phase, the micro-batch is in flight on every chunk up to ``first``. When its F on ``second`` starts, it
-    is in flight on every chunk up to ``second``. So only a limited number of micro-batches can be in the same phase.
+    Throughout a segment, the micro-batch is in flight on every chunk up to ``first``. When its F on ``second`` starts,
+    it is in flight on every chunk up to ``second``. So only a limited number of micro-batches can be in one segment.
     """
     for number, first in enumerate(chunks, 1):
         for following, second in enumerate(chunks[number - 1 :], number):
@@ -266,7 +266,7 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
                 continue
             ways = [(first, second), (second, first)] if first is not second else [(first, first)]
             for begin, end in ways:
-                yield _Phase(
+                yield _PathSegment(
                     start=begin.start,
                     seconds=end.turn + end.gradient - begin.start,
                     places=places,
@@ -276,7 +276,7 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
                     after=end.down,
                 )
             if number == 1:  # also from F on the second chunk until the first chunk releases the pair
-                yield _Phase(
+                yield _PathSegment(
                     start=second.start,
                     seconds=first.turn + first.backward - second.start,
                     places=places,
@@ -287,21 +287,23 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
                 )
 
 
-def _in_turns(phase: _Phase, num_microbatches: int) -> float:
-    """Return the lower bound in seconds that follows from the limited number of places in a phase.
+def _in_turns(segment: _PathSegment, num_microbatches: int) -> float:
+    """Return the lower bound in seconds that follows from the limited number of places in a segment.
 
-    Each F starts at least ``phase.seconds`` after the F that is ``phase.places`` micro-batches earlier. The remaining
-    forwards run back to back.
+    Each F starts at least ``segment.seconds`` after the F that is ``segment.places`` micro-batches earlier. The
+    remaining forwards run back to back.
     """
-    rounds, left = divmod(num_microbatches - 1, phase.places)
-    return phase.start + rounds * phase.seconds + (left + 1) * phase.forward + phase.after_forward
+    rounds, left = divmod(num_microbatches - 1, segment.places)
+    return segment.start + rounds * segment.seconds + (left + 1) * segment.forward + segment.after_forward
 
 
-def _littles_law_of_phase(phase: _Phase, num_microbatches: int) -> float:
-    """Return the bound in seconds from Little's law: at most ``places`` micro-batches are in the phase at once."""
-    places = phase.places
-    ramps = places * (places - 1) * (phase.forward + phase.last)
-    return _ratio(2 * num_microbatches * phase.seconds + ramps + 2 * places * (phase.start + phase.after), 2 * places)
+def _littles_law_of_segment(segment: _PathSegment, num_microbatches: int) -> float:
+    """Return the bound in seconds from Little's law: at most ``places`` micro-batches are in the segment at once."""
+    places = segment.places
+    ramps = places * (places - 1) * (segment.forward + segment.last)
+    return _ratio(
+        2 * num_microbatches * segment.seconds + ramps + 2 * places * (segment.start + segment.after), 2 * places
+    )
 
 
 def _littles_law(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> float:

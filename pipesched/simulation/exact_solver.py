@@ -27,7 +27,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.relaxation.time_units import TimeUnits
 from pipesched.simulation.simulator import simulate, step_time
 
-__all__ = ["Solution", "check_solver", "solve"]
+__all__ = ["ProgramSolution", "check_solver", "solve"]
 
 _EFFORT = 60.0
 _MOST_UNITS = 2**22  # the maximum number of units in a step; the solver is slower with larger numbers
@@ -35,7 +35,7 @@ _ROUNDING = 1e-4  # a program this close to the bound counts as optimal, because
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solution:
+class ProgramSolution:
     """The best program that the solver found, and a proven lower bound on the makespan."""
 
     #: The best program; None if the solver found no program.
@@ -73,7 +73,7 @@ def solve(
     start: Program | None = None,
     low: float | None = None,
     effort: float = _EFFORT,
-) -> Solution:
+) -> ProgramSolution:
     """Find the fastest exact program (`Program.exact`) for a chain of stages, and prove a lower bound on the makespan.
 
     The costs must have no links, no overheads and no gain from overlapping actions.
@@ -120,7 +120,7 @@ def solve(
     if start is not None:
         validate(start, max_in_flight=limits, exact=True)
         if step_time(start, costs) <= low:
-            return Solution(program=start, makespan_s=step_time(start, costs), bound_s=low, status="OPTIMAL")
+            return ProgramSolution(program=start, makespan_s=step_time(start, costs), bound_s=low, status="OPTIMAL")
     job_shop = _JobShop(costs, placement, num_microbatches, limits, split=split)
     return job_shop.solution(start, low, effort)
 
@@ -225,7 +225,7 @@ class _JobShop:
         model.add(self._end >= self._gradient_end[pair])
         model.add(self._end >= self._release_end[pair])
 
-    def solution(self, start: Program | None, low: float, effort: float) -> Solution:
+    def solution(self, start: Program | None, low: float, effort: float) -> ProgramSolution:
         """Solve the problem, starting from a program if there is one."""
         self._model.add(self._end >= (self._units.up(low) if self._units.exact else self._units.down(low)))
         if start is not None:
@@ -244,7 +244,7 @@ class _JobShop:
         makespan_s = None if program is None else step_time(program, self._costs)
         if makespan_s is not None:
             bound = min(bound, makespan_s)
-        return Solution(program=program, makespan_s=makespan_s, bound_s=bound, status=status)
+        return ProgramSolution(program=program, makespan_s=makespan_s, bound_s=bound, status=status)
 
     def _programs(self, solver: Any) -> list[Program]:
         """Return a list with the solver's program; [] if this program is invalid.

@@ -22,7 +22,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.replica_memory import ReplicaMemory, held_with_replicas
 from pipesched.units import counted
 
-__all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
+__all__ = ["AHEAD", "MessageSizes", "RankMemory", "rank_memory"]
 
 #: The number of receives that a process posts in advance on each channel.
 AHEAD = 4
@@ -66,7 +66,7 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-class Message(NamedTuple):
+class MessageSizes(NamedTuple):
     """The sizes of a message that one stage sends to another for a micro-batch, in bytes."""
 
     #: Size of the message at the receiver.
@@ -84,7 +84,7 @@ def rank_memory(
     costs: Costs,
     *,
     posted: int = 0,
-    messages: Mapping[tuple[int, int], Message] | None = None,
+    messages: Mapping[tuple[int, int], MessageSizes] | None = None,
     replicas: Sequence[ReplicaMemory] | None = None,
     in_tree: bool = False,
 ) -> tuple[RankMemory, ...]:
@@ -116,7 +116,7 @@ def rank_memory(
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))
     if replicas is None:
         replicas = [ReplicaMemory.of_buffers(sizes) for sizes in costs.reduce_bytes]
-    held = _held(program, costs, _Sizes.of(program, costs, messages), posted, replicas, in_tree=in_tree)
+    held = _held(program, costs, _SizeArrays.of(program, costs, messages), posted, replicas, in_tree=in_tree)
     total = sum(held.values(), np.zeros(len(program.columns), np.int64))
     ends = pairwise(program.orders.offsets.tolist())
     rows = [start + int(np.argmax(total[start:stop])) if stop > start else None for start, stop in ends]
@@ -180,8 +180,8 @@ class _Around(NamedTuple):
         return np.maximum(self.before, self.after)
 
 
-class _Sizes(NamedTuple):
-    """The fields of `Message` as arrays, indexed by (sending stage, receiving stage)."""
+class _SizeArrays(NamedTuple):
+    """The fields of `MessageSizes` as arrays, indexed by (sending stage, receiving stage)."""
 
     arriving: Ints
     made: Ints
@@ -189,11 +189,13 @@ class _Sizes(NamedTuple):
     back: Ints
 
     @classmethod
-    def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
+    def of(
+        cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], MessageSizes] | None
+    ) -> "_SizeArrays":
         """Return the sizes of ``messages``. If None, each stage sends its output to its consumers."""
         stages = range(costs.num_stages)
         own = [
-            Message(arriving=size, made=size, kept=min(kept, size), back=size)
+            MessageSizes(arriving=size, made=size, kept=min(kept, size), back=size)
             for size, kept in zip(costs.output_bytes, costs.kept_output_bytes, strict=True)
         ]
         known = messages or {(one, two): own[one] for two in stages for one in program.graph.producers[two]}
@@ -206,7 +208,7 @@ class _Sizes(NamedTuple):
 def _held(
     program: Program,
     costs: Costs,
-    messages: _Sizes,
+    messages: _SizeArrays,
     posted: int,
     replicas: Sequence[ReplicaMemory],
     *,
@@ -354,7 +356,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     return found
 
 
-def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
+def _waiting(program: Program, sizes: _SizeArrays, posted: int) -> Ints:
     """Return, for each action, the bytes held by values that pass between stages and by buffers of posted receives.
 
     The values are outputs and gradients that are in transit or have not been used yet.
@@ -385,7 +387,7 @@ class _Received(NamedTuple):
     channel: Ints
 
     @classmethod
-    def of(cls, program: Program, sizes: _Sizes) -> "_Received":
+    def of(cls, program: Program, sizes: _SizeArrays) -> "_Received":
         """Return the receives that ``lower`` adds to a program without transfers."""
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(*RECEIVES))
@@ -418,7 +420,7 @@ class _Received(NamedTuple):
             yield place[:1], last, np.array([count * _HEADER_BYTES])  # headers are held as long as their messages
 
 
-def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
+def _waits(program: Program, sizes: _SizeArrays) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield the actions during which values that pass between stages are held.
 
     A value that is used on the rank that produced it is held until it is used. A value that is sent to another rank is

@@ -139,11 +139,11 @@ def held_with_replicas(
     held = HeldWithReplicas(*np.zeros((2, len(program.columns)), np.int64))
     if any(one != _NOTHING for one in stages):
         for rank in range(program.num_ranks):
-            _Rank(program, stages, update_transient_bytes, held).fill(rank)
+            _RankCopies(program, stages, update_transient_bytes, held).fill(rank)
     return held
 
 
-class _Rank:
+class _RankCopies:
     """Computes, for each action of a rank, the size of the copies of weights and gradients that replicas require."""
 
     def __init__(

@@ -197,7 +197,7 @@ def _own_links(program: Program) -> Ints | None:
     return occupied
 
 
-def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "_Messages") -> NDArray[Any]:
+def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "_SimulatedMessages") -> NDArray[Any]:
     """Return the overhead of each compute action in seconds, including receiving its inputs and sending its outputs."""
     columns = program.columns
     backward = columns.are(*BACKWARDS, *BACKWARD_MESSAGES)
@@ -243,7 +243,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
     return walked
 
 
-class _Messages(NamedTuple):
+class _SimulatedMessages(NamedTuple):
     """The messages between ranks."""
 
     #: Index of the message in the program's requirements.
@@ -258,14 +258,14 @@ class _Messages(NamedTuple):
     size: NDArray[Any]
 
 
-def _messages(program: Program, costs: Costs) -> _Messages:
+def _messages(program: Program, costs: Costs) -> _SimulatedMessages:
     columns = program.columns
     rank_of = program.orders.rank_of
     at = program.messages
     row, needed = (part[at] for part in program.requirements)
     forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient has the size of its output
     producer = np.where(forward, columns.stage[needed], columns.stage[row])
-    return _Messages(
+    return _SimulatedMessages(
         at=at,
         send=needed,
         sender=rank_of[needed],

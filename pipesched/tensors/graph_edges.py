@@ -13,7 +13,7 @@ from pipesched.errors import GraphError
 __all__ = ["check_layouts", "edge_of", "enter"]
 
 
-class _Entry(torch.autograd.Function):
+class _GraphEntry(torch.autograd.Function):
     """The first autograd node of a graph. The node's backward stores the gradients of the graph's inputs.
 
     Unlike leaf tensors, the outputs of this function may be modified in place, for example by a stage's first layer.
@@ -46,7 +46,7 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
     """
     detached = tuple([tensor.detach() for tensor in tensors])
     try:
-        entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
+        entered: tuple[Tensor, ...] = _GraphEntry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         check_layouts(tensors, "a layer of an earlier stage", error)
         raise

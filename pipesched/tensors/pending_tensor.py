@@ -21,12 +21,12 @@ def pending(take: Callable[[], Tensor]) -> Tensor:
     the use raises the same error.
     """
     with torch.inference_mode(False):
-        tensor = torch.tensor(nan, device="cpu").as_subclass(_Pending)
+        tensor = torch.tensor(nan, device="cpu").as_subclass(_PendingTensor)
     tensor._awaited = take, threading.Lock()
     return tensor
 
 
-class _Pending(Tensor):
+class _PendingTensor(Tensor):
     """A tensor that becomes a plain tensor in place, as torch's own uninitialised parameters do."""
 
     _awaited: tuple[Callable[[], Tensor], threading.Lock]
@@ -34,7 +34,7 @@ class _Pending(Tensor):
     def _arrive(self) -> None:
         take, lock = self._awaited
         with lock, torch.inference_mode(False):
-            if type(self) is _Pending:  # another thread may have received the value
+            if type(self) is _PendingTensor:  # another thread may have received the value
                 value = take()
                 self.__class__ = Tensor  # type: ignore[assignment]
                 self.data = value

@@ -29,12 +29,12 @@ __all__ = [
     "DispatchMode",
     "Inside",
     "base_of",
+    "check_body",
     "compile_lock",
     "forget_weights",
-    "check_body",
     "hooks_on",
-    "modes_of_thread",
     "is_compiled",
+    "modes_of_thread",
     "node_of",
     "process_groups",
     "pytree",
@@ -173,7 +173,7 @@ class _Listening:
         return func(*args, **(kwargs or {}))
 
 
-class _Listener(_Listening, _TorchDispatchMode):
+class _DispatchListener(_Listening, _TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.heard = []
@@ -182,7 +182,7 @@ class _Listener(_Listening, _TorchDispatchMode):
 def _hears_backward() -> bool:
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  # raises an error if there is none
 
-    with _Listener() as listener:
+    with _DispatchListener() as listener:
         x = torch.ones(1, requires_grad=True)
         y = x * 2
         before = len(listener.heard)
@@ -353,7 +353,7 @@ def _tells_nodes() -> bool:
 
 _NODES = Inside(
     "torch._C._will_engine_execute_node",
-    "torch.autograd.grad must not add to the gradients of weights, and only the engine knows whether it was called",
+    "torch.autograd.grad must not add to the gradients of weights, and only autograd knows whether it was called",
     _tells_nodes,
 )
 

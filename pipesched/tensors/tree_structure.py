@@ -48,7 +48,7 @@ class Pattern:
     @property
     def is_tensor(self) -> bool:
         """Whether the value is a tensor."""
-        return type(self._root) is _Place
+        return type(self._root) is _TensorPlace
 
     @property
     def is_list(self) -> bool:
@@ -90,7 +90,7 @@ def key_of(number: Any) -> Any:
     return type(number), repr(number)  # repr distinguishes 0.0 from -0.0
 
 
-class _Place:
+class _TensorPlace:
     """Marks the place of a tensor in a Pattern."""
 
     def is_like(self, other: Any) -> bool:
@@ -103,7 +103,7 @@ class _Place:
         return next(tensors)
 
 
-class _Number(_Place):
+class _Number(_TensorPlace):
     """Marks the place of a number in a Pattern."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any], objects: list[Any]) -> Any:
@@ -111,7 +111,7 @@ class _Number(_Place):
         return number.copy() if isinstance(number, np.ndarray) else number
 
 
-class _Argument(_Place):
+class _Argument(_TensorPlace):
     """Marks the place of an object that is among the call's arguments, or that occurs earlier in the value."""
 
     def __init__(self, number: int) -> None:
@@ -124,7 +124,7 @@ class _Argument(_Place):
         return objects[self._number]
 
 
-class _Opaque(_Place):
+class _Opaque(_TensorPlace):
     """An object that cannot be taken apart, such as a function."""
 
     def __init__(self, value: Any) -> None:
@@ -140,10 +140,10 @@ class _Opaque(_Place):
         return self._value
 
 
-class _Whole(_Place):
+class _Whole(_TensorPlace):
     """A value with parts. Values of equal ``form`` have the same number of parts."""
 
-    def __init__(self, form: Any, parts: Sequence[_Place]) -> None:
+    def __init__(self, form: Any, parts: Sequence[_TensorPlace]) -> None:
         self._form = form
         self._parts = parts
 
@@ -160,7 +160,7 @@ class _Whole(_Place):
 class _Tree(_Whole):
     """Nested containers with their parts."""
 
-    def __init__(self, kind: type, spec: pytree.TreeSpec, parts: Sequence[_Place]) -> None:
+    def __init__(self, kind: type, spec: pytree.TreeSpec, parts: Sequence[_TensorPlace]) -> None:
         super().__init__(spec, parts)
         self.kind = kind
         self._spec = spec
@@ -176,7 +176,7 @@ class _Tree(_Whole):
 class _Object(_Whole):
     """An object that is no pytree node, with its parts."""
 
-    def __init__(self, structure: Structure, parts: Sequence[_Place]) -> None:
+    def __init__(self, structure: Structure, parts: Sequence[_TensorPlace]) -> None:
         super().__init__((structure.kind, list(structure.keys)), parts)
         self._rebuilt = structure.rebuilt
 
@@ -196,15 +196,15 @@ class _Taker:
         self._tensors = tensors
         self.numbers: list[Any] = []
 
-    def tree(self, value: Any, above: tuple[int, ...]) -> _Place:
+    def tree(self, value: Any, above: tuple[int, ...]) -> _TensorPlace:
         leaves, spec = pytree.tree_flatten(value)
         parts = [self._part(leaf, above) for leaf in leaves]
         return parts[0] if spec.is_leaf() else _Tree(type(value), spec, parts)
 
-    def _part(self, leaf: Any, above: tuple[int, ...]) -> _Place:
+    def _part(self, leaf: Any, above: tuple[int, ...]) -> _TensorPlace:
         if isinstance(leaf, Tensor):
             self._tensors.append(leaf)
-            return _Place()
+            return _TensorPlace()
         if _is_number(leaf):
             self.numbers.append(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
             return _Number()

@@ -16,7 +16,7 @@ from pipesched.program.actions import Action, Kind
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
 from pipesched.program.validation import WORK, check_routes
-from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
+from pipesched.runtime.executors.interpreter import BoundRank, Stamps, interpret
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.trace import Span, Trace
 from pipesched.tensors.payload import PerConsumer
@@ -367,7 +367,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     versions = program.versions or ((),) * program.num_stages
     stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
     mail = _Mail(lowered, clocks, costs)
-    ranks = [Rank(rank, lowered, stages, mail) for rank in range(program.num_ranks)]
+    ranks = [BoundRank(rank, lowered, stages, mail) for rank in range(program.num_ranks)]
     stamps = [Stamps.room_for(order) for order in lowered.orders]
     _drive([interpret(*one) for one in zip(ranks, clocks, stamps, strict=True)], mail)
     missing = [text for stage in stages.values() for text in stage.missing(program)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesched.checks import check_type
 from pipesched.errors import ExecutionError
 from pipesched.pipeline.pipeline import Pipeline
-from pipesched.runtime.executors.device_streams import DeviceStreams, Message
+from pipesched.runtime.executors.device_streams import DeviceMessage, DeviceStreams
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.step_parts import LateUpdates, ReplicaGradients
 from pipesched.tensors.memory_tracker import Books, Ledger, books_of
@@ -156,7 +156,7 @@ class _Metered:
         with self._streams.entered(), self._books.watching():
             yield
 
-    def unpack(self, message: Message) -> Any:
+    def unpack(self, message: DeviceMessage) -> Any:
         value = self._streams.unpack(message)
         return _copied(value) if self._copies and isinstance(self._books, Ledger) else value
 

@@ -104,7 +104,7 @@ def test_inputs_go_where_they_are_used() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_they_have_the_same_bits(name: str, checkpoint: str) -> None:
+def test_recomputed_models_have_the_bits_of_the_loop(name: str, checkpoint: str) -> None:
     own, plain = made(name)[0], made(name)[0]
     args, kwargs, target = inputs_of(name, ROWS)
     with pipeline(name, own, devices=["cpu"] * 3, checkpoint=checkpoint) as pipe:
@@ -366,7 +366,7 @@ def test_capture_leaves_the_model_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_both_modes_run() -> None:
+def test_a_model_with_code_for_each_mode_trains_and_evaluates() -> None:
     own, plain = made("residual")[0], made("residual")[0]
     with pipeline("residual", own, devices=["cpu"] * 3) as pipe:
         pipe.eval()

@@ -638,7 +638,9 @@ def train(group: places.Group, name: str, schedule: str, checkpoint: CheckpointM
 
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("zb-h1", "never")])
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_over_two_processes(ranks: Ranks, name: str, schedule: str, checkpoint: str) -> None:
+def test_models_whose_forward_changes_state_train_over_two_processes_as_the_loop(
+    ranks: Ranks, name: str, schedule: str, checkpoint: str
+) -> None:
     ranks.run(2, train, name, schedule, checkpoint)
 
 

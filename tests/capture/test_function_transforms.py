@@ -224,7 +224,9 @@ class Within(nn.Module):
 
 
 @pytest.mark.parametrize("between", [a_layer, a_read, a_function])
-def test_that_code_trains_in_a_whole_layer(between: Callable[[Any, int, Tensor], Tensor]) -> None:
+def test_code_with_a_function_transform_trains_inside_a_whole_layer(
+    between: Callable[[Any, int, Tensor], Tensor],
+) -> None:
     own, plain = (made(lambda: nn.ModuleList(Within(between) for _ in range(3))) for _ in range(2))
 
     class Model(nn.Module):

@@ -116,7 +116,7 @@ def sample(how: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("columns", [3, 700])
-def test_the_way_is_told_from_the_losses(how: str, rows: int, columns: int) -> None:
+def test_the_counted_labels_are_found_from_losses(how: str, rows: int, columns: int) -> None:
     """For short and long rows. The model and its random state are left unchanged."""
     model = made(how)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -140,7 +140,7 @@ def test_the_text_may_be_its_own_labels(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
-def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
+def test_the_counted_labels_of_a_model_on_the_meta_device_are_found(how: str) -> None:
     with torch.device("meta"):
         empty = made(how)
     assert counted_labels(empty, sample(how, 2)) == {**WAYS, "rows": None, "classes": "labels"}[how]
@@ -149,7 +149,7 @@ def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "why"), [("root", "is not the mean over any of these"), ("no ignored", "the model failed on four rows")]
 )
-def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
+def test_rows_count_with_a_warning_if_the_counted_labels_are_not_found(how: str, why: str) -> None:
     with pytest.warns(UserWarning, match=f"(?s){why}.*loss_weight="):
         assert counted_labels(made(how), sample(how, 2)) is None
 
@@ -234,7 +234,7 @@ def test_a_stated_reduction_wins() -> None:
         torch.testing.assert_close(pipe.step(x, y), model(x, y).detach() / 4)
 
 
-def test_the_sum_over_labels_is_told() -> None:
+def test_a_loss_that_sums_over_labels_is_recognised() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert counted_labels(made("sum"), sample("sum", 2)) == SUM

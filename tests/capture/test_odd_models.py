@@ -256,7 +256,7 @@ class Recomputes(Row):
 
 
 @pytest.mark.parametrize("kind", [Adds, Asks, Stored, Recomputes])
-def test_what_plain_pytorch_gives(kind: type[nn.Module]) -> None:
+def test_the_pipeline_and_the_reference_give_the_loss_of_plain_pytorch(kind: type[nn.Module]) -> None:
     x, target = torch.randn(8, 8), torch.ones(8, 8)
     due = square(made(kind)(x.clone()), target)
     options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "seed": 5}
@@ -334,7 +334,7 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Bare, lambda: nn.Sequential(nn.Linear(8, 8))])
-def test_one_layer(make: Callable[[], nn.Module]) -> None:
+def test_a_model_of_one_layer_has_one_stage(make: Callable[[], nn.Module]) -> None:
     check(make, FLOATS, stages=1)
     with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
         assert pipe.num_stages == 1  # the other device is left out

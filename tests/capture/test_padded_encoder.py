@@ -127,7 +127,7 @@ def test_encoders_inside_layers(kind: type[nn.Module], norm: nn.Module | None) -
     assert {type(encoder) for encoder in encoders} == {nn.TransformerEncoder}
 
 
-def test_zeros_follow_the_norm() -> None:
+def test_rows_of_padding_are_zero_before_the_norm() -> None:
     """The norm turns zeros into its bias, so the zeros must be there before the norm."""
     norm = nn.LayerNorm(8)
     nn.init.constant_(norm.bias, 3.0)
@@ -135,7 +135,7 @@ def test_zeros_follow_the_norm() -> None:
         evaluates_alike(pipe, model_of(norm=norm))
 
 
-def test_the_encoder_is_the_model() -> None:
+def test_an_encoder_can_be_the_whole_model() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     plain = nn.TransformerEncoder(layer, 4)
     model = copy.deepcopy(plain).eval()

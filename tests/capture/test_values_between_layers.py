@@ -259,7 +259,7 @@ BOUNDARIES = {2: ["blocks.3"], 3: ["blocks.2", "blocks.4"], 4: ["blocks.2", "blo
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("kind", [Routed, ByName, ByAttribute, ToFunction, ToOutput])
-def test_a_routed_value(kind: type[Routed], stages: int) -> None:
+def test_a_value_that_takes_different_routes_trains_as_the_loop(kind: type[Routed], stages: int) -> None:
     own, plain = made(kind), made(kind)
     options: Any = {"num_microbatches": 4, "seed": 5}
     planned: Any = {"schedule": "1f1b", "boundaries": BOUNDARIES[stages]}

@@ -376,5 +376,5 @@ def written_early(group: places.Group) -> None:
         assert_as(pipe, plain)
 
 
-def test_what_code_before_the_first_block_writes(run: places.Run) -> None:
+def test_writes_before_the_first_block_train_over_two_ranks(run: places.Run) -> None:
     run(2, written_early)

@@ -494,7 +494,7 @@ def test_the_list_of_commands_says_in_a_line_what_each_does():
     assert all(row.endswith(".") and not row.endswith("...") for row in rows)
 
 
-def test_version():
+def test_the_command_prints_its_version():
     assert __version__ in lines("--version")[0]
 
 

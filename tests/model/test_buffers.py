@@ -129,18 +129,18 @@ def test_gradients_are_the_loops_however_many_are_in_flight(name: str) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("name", KINDS)
-def test_also_where_stages_run_again(name: str, checkpoint: Any) -> None:
+def test_buffers_are_the_loops_if_stages_are_recomputed(name: str, checkpoint: Any) -> None:
     stages = 2 if name == "twice" else 3
     check(KINDS[name], FLOATS, stages=stages, schedules=("1f1b",), checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("kind", [Scaling, Uncounted, Reads, Replaces])
-def test_also_where_layers_run_again(kind: type[nn.Module]) -> None:
+def test_buffers_are_the_loops_if_layers_are_recomputed_or_offloaded(kind: type[nn.Module]) -> None:
     again = {"blocks.0": "recompute", "blocks.2": "recompute-cheap", "blocks.3": "offload"}
     check(lambda: InBlocks(kind), FLOATS, stages=2, boundaries=["blocks.2"], checkpoint=again)  # type: ignore[arg-type]
 
 
-def test_also_of_a_pass_that_the_caller_differentiates() -> None:
+def test_buffers_are_the_loops_after_a_forward_that_the_caller_differentiates() -> None:
     own, plain = made(KINDS["a Function reads"]), made(KINDS["a Function reads"])
     reference_step(plain, FLOATS, target=FLOATS, loss_fn=square, num_microbatches=4, seed=5)
     with Pipeline(own, FLOATS[:2], devices=["cpu"] * 2, schedule="gpipe", num_microbatches=4, seed=5) as pipe:
@@ -158,7 +158,7 @@ class ScaledLoss(Scaling):
         return ((output - target) / self.amax).pow(2).mean()
 
 
-def test_also_of_a_loss_module() -> None:
+def test_buffers_of_a_loss_module_are_the_loops() -> None:
     options: dict[str, Any] = {"num_microbatches": 4, "seed": 5}
     own, plain = made(Blocks), made(Blocks)
     own_loss, plain_loss = made(ScaledLoss), made(ScaledLoss)

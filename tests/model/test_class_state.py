@@ -222,5 +222,5 @@ class Cached(Layer):
 
 
 @pytest.mark.parametrize("make", [InBlocks, in_a_row])
-def test_what_is_made_once_or_is_a_constant_is_harmless(make: Callable[[Any], nn.Module]) -> None:
+def test_values_that_are_made_once_and_constants_may_be_on_a_class(make: Callable[[Any], nn.Module]) -> None:
     check(lambda: make(Cached), FLOATS)

@@ -202,7 +202,7 @@ def test_a_function_builds_parameters_without_contents_and_buffers_with() -> Non
         assert torch.equal(pipe.model.noise, noise)
 
 
-def test_what_was_full_stays_as_it_is() -> None:
+def test_tensors_with_contents_stay_the_same_objects() -> None:
     """Adapters beside a model on the meta device; the adapters' tensors stay the same objects."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

@@ -162,7 +162,7 @@ class OwnFunctions(Blocks):
 
 
 @pytest.mark.parametrize("kind", [OwnFunctions, Counts, Lazy, Keeps, Refers, Scripted, Hooked, Tries, Frozen])
-def test_what_containers_do(kind: type[nn.Module]) -> None:
+def test_unusual_containers_train_as_the_loop(kind: type[nn.Module]) -> None:
     check(kind, FLOATS)
 
 

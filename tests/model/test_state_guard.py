@@ -14,13 +14,13 @@ from pipesched.model.state_guard import set_aside, untouched
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The operations that go through a dispatch mode in Python, which slows them down."""
     operations: list[Any] = []
-    real = state_guard._Copies.__torch_dispatch__
+    real = state_guard._TensorCopies.__torch_dispatch__
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operations.append(func)
         return real(self, func, types, args, kwargs)
 
-    monkeypatch.setattr(state_guard._Copies, "__torch_dispatch__", dispatch)
+    monkeypatch.setattr(state_guard._TensorCopies, "__torch_dispatch__", dispatch)
     return operations
 
 

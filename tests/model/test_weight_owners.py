@@ -106,7 +106,7 @@ def test_a_tensor_in_no_stage_or_in_two_is_named() -> None:
     Owners(model, [(0, {**one, **two}), (1, {**two, **three})], loss=1, tied=tied)
 
 
-def test_a_layer_of_a_plan_in_no_stage_or_in_two_is_named() -> None:
+def test_a_plan_with_a_layer_in_no_stage_or_in_two_stages_is_refused() -> None:
     with Pipeline(Spare(), X[:2], loss_fn=loss_fn, devices=["cpu"] * 2, boundaries=[3]) as pipe:
         plan = pipe.plan
     first, second = plan.stages

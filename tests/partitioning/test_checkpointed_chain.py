@@ -216,14 +216,14 @@ def test_copies_that_end_in_time_cost_nothing():
     assert set(slow.checkpoint.values()) == {"recompute"}
 
 
-def test_of_layers_that_run_again_only_one_at_a_time_needs_all():
+def test_only_one_recomputed_layer_at_a_time_holds_its_activations():
     graph = blocks(4, activation_bytes=10)
     again = partition(graph, 1, memory_limit_bytes=50, in_flight=[10], checkpoint=("recompute",))
     assert again.summaries[0].memory_bytes == 4 * 10 + 10
     assert again.summaries[0].num_recomputed == 4
 
 
-def test_what_makes_it_possible_is_said():
+def test_the_error_names_the_option_or_the_limit_that_makes_it_possible():
     graph = blocks(4, activation_bytes=10)
     with pytest.raises(PartitionError, match=r"activations to be recomputed \(checkpoint=\('recompute',\)\)"):
         partition(graph, 1, memory_limit_bytes=60, in_flight=[10])
@@ -249,7 +249,7 @@ def test_what_makes_it_possible_is_said():
         ),
     ],
 )
-def test_wishes_that_cannot_be_kept(wrong, says):
+def test_options_that_cannot_be_combined_with_checkpointing_are_refused(wrong, says):
     with pytest.raises(PartitionError, match=says):
         partition(blocks(4, activation_bytes=10), 2, memory_limit_bytes=100, **wrong)
 

@@ -217,6 +217,6 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
         ({"together": [["layer0", "x"]]}, r"together= may only name layers; 'x' is not a layer"),
     ],
 )
-def test_wishes_that_make_no_sense(wishes, match):
+def test_invalid_options_of_partition_are_refused(wishes, match):
     with pytest.raises(PartitionError, match=match):
         partition(chain([1, 2, 3]), 2, **wishes)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipesched import partition
 from pipesched.errors import PartitionError
 from pipesched.partitioning import search
-from pipesched.partitioning.bisection import INFINITE, Fails, Found, smallest
+from pipesched.partitioning.bisection import INFINITE, Fails, FoundPartition, smallest
 from pipesched.program import placement
 from tests.support.brute_force_partition import as_good, best, named_tensors, random_chain, random_graph, sent
 from tests.support.layer_graphs import branches, chain, residual, u_net, weights_as_layers
@@ -84,7 +84,7 @@ def test_with_speeds_and_memory_limits(seed, data):
 
 @settings(quick, max_examples=100)
 @given(SEEDS, st.data())
-def test_with_pins(seed, data):
+def test_the_search_with_pins_finds_the_best_partition(seed, data):
     rng = random.Random(seed)
     graph = rng.choice([random_chain, random_graph])(rng, rng.randint(2, 6), rng.choice([0.1, 0.3, 0.6]))
     num_stages = data.draw(st.integers(1, 3))
@@ -98,7 +98,11 @@ def test_a_bisection_finds_the_smallest_bound(smallest_there_is, room_below, gue
     """A probe that realises just its bound, and knows of no further bound than the next."""
 
     def probe(bound):
-        return Found(bottleneck=bound, order=[], ends=[], slots=[]) if bound >= smallest_there_is else Fails(bound + 1)
+        return (
+            FoundPartition(bottleneck=bound, order=[], ends=[], slots=[])
+            if bound >= smallest_there_is
+            else Fails(bound + 1)
+        )
 
     low = max(0, smallest_there_is - room_below)
     found, probes = smallest(low, max(low, guess), probe)

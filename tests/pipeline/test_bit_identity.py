@@ -288,7 +288,7 @@ STRANGE = {
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("layers", STRANGE)
-def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
+def test_unusual_layers_train_with_the_bits_of_the_loop(layers: str, name: str, autocast: bool) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
         first, second = (layer() for layer in STRANGE[layers])

@@ -61,7 +61,7 @@ def test_layers_kept_together_share_a_stage() -> None:
     assert cut(graph, 2, "interleaved-1f1b", together=[("b", "d")])[0] == ["a", "bcd", "e", "f"]
 
 
-def test_which_cuts_keep_pins() -> None:
+def test_cuts_that_keep_pins_are_told_from_others() -> None:
     pins = Pins("abcdef", {"c": 1}, [("d", "e"), ()])
     kept = [starts for starts in combinations(range(1, 6), 2) if pins.allows([0, *starts])]
     assert kept == [(2, 3), (2, 5)]
@@ -74,7 +74,7 @@ def test_which_cuts_keep_pins() -> None:
         pins.check_together([0, 2, 4])
 
 
-def test_what_pins_cost_is_told() -> None:
+def test_the_explanation_states_the_cost_of_pins() -> None:
     _, found = cut(layers(1, 1, 1, 1), 2, boundaries={"b": 1})
     assert found is not None
     assert found.gap == pytest.approx(0.5)
@@ -169,7 +169,7 @@ def test_a_parameter_counts_once_a_stage() -> None:
     assert [(summary.num_parameters, summary.parameter_bytes) for summary in found.summaries] == [(12, 48), (10, 40)]
 
 
-def test_another_order_of_the_layers_is_told() -> None:
+def test_the_explanation_names_a_better_order_of_the_layers() -> None:
     graph = layers(2, 3, 1)
     assert "another order" not in cut(graph, 2)[1].reason
     graph.remove_edges_from(list(graph.edges))

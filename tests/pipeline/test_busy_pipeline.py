@@ -109,7 +109,7 @@ def test_between_asynchronous_steps_they_wait_for_the_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", jobs.CHANGES)
-def test_over_a_mesh(ranks: Ranks, name: str) -> None:
+def test_changes_during_a_step_over_a_mesh_are_refused(ranks: Ranks, name: str) -> None:
     for errors, equal in ranks.run(2, jobs.changes_inside, name):
         assert equal
         assert all(error.startswith("InputError: ") and "while a step runs" in error for error in errors)

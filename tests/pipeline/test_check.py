@@ -71,7 +71,7 @@ class Balances(nn.Linear):
         ({"numerics": Numerics(reduction_order="tree")}, {STEP, WHOLE, ONCE}),
     ],
 )
-def test_right_pipelines_pass(options: dict[str, Any], compared: set[str]) -> None:
+def test_a_correct_pipeline_passes_the_check(options: dict[str, Any], compared: set[str]) -> None:
     model = chain(nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh())
     with pipeline(model, **options) as pipe:
         pipe.step(X, target=Y)
@@ -108,7 +108,7 @@ def test_a_check_leaves_everything_as_it_was() -> None:
         assert torch.equal(one.grad, same.grad)
 
 
-def test_what_cannot_be_compared_is_said() -> None:
+def test_the_report_states_why_a_comparison_was_skipped() -> None:
     parts = [Microbatch(x, target=y) for x, y in zip(X.chunk(4), Y.chunk(4), strict=True)]
     with pipeline(chain()) as pipe:
         report = pipe.check(microbatches=parts)

@@ -67,7 +67,7 @@ def test_random_numbers_of_compiled_layers_do_not_depend_on_the_plan() -> None:
     assert not torch.equal(one[0].up.weight.grad, trained("row", 0.0, TRACED, boundaries=[2])[0].up.weight.grad)
 
 
-def test_what_is_drawn_while_another_rank_compiles_is_what_is_drawn_else() -> None:
+def test_numbers_drawn_while_another_rank_compiles_are_the_usual_ones() -> None:
     """torch puts the generators that all threads share back as they were before it compiled."""
     random, compiling, drawing = KeyedRandom(torch.device("cpu")), threading.Event(), threading.Event()
 

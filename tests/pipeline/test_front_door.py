@@ -94,7 +94,7 @@ def test_a_backward_after_a_step_is_told_that_it_has_run(schedule):
             assert gradient is parameter.grad is None or torch.equal(parameter.grad, gradient)
 
 
-def test_a_loss_is_a_plain_tensor_in_all_else():
+def test_a_loss_behaves_as_a_plain_tensor():
     model = linears()
     with pipeline(copy.deepcopy(model), X[:2], loss_fn=mse, num_microbatches=4) as pipe:
         loss = pipe.step(X, target=Y)

@@ -28,7 +28,7 @@ def test_three_ranks_gather(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["row", "tied"])
-def test_who_reads_or_saves_a_stale_model_is_told(ranks: Ranks, kind: str) -> None:
+def test_reading_or_saving_a_stale_model_is_an_error(ranks: Ranks, kind: str) -> None:
     for rank, found in enumerate(ranks.run(2, jobs.readings, kind)):
         for name, text in found.items():
             rule = (
@@ -66,7 +66,7 @@ def test_a_loss_module_with_trained_weights_is_stale_where_they_are_not_trained(
     assert last == ""
 
 
-def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
+def test_gather_model_refuses_wrong_ranks_and_unequal_models(ranks: Ranks) -> None:
     for nowhere, unequal, adapted in ranks.run(2, jobs.wrong_ranks):
         assert nowhere.startswith(
             "InputError: the rank passed to gather_model must be a rank of the mesh, or None for all ranks; rank 0 of"

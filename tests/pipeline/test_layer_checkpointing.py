@@ -45,7 +45,7 @@ def test_any_mixture_gives_the_bits_of_the_loop(schedule: str, checkpoint: dict[
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", any_models.MODELS)
-def test_layers_of_any_model(name: str, schedule: str) -> None:
+def test_layer_checkpointing_keeps_the_bits_of_any_model(name: str, schedule: str) -> None:
     """Tied weights, layers called several times, skips, recurrent nets, and arguments by name."""
     own, plain = any_models.made(name)[0], any_models.made(name)[0]
     with any_models.pipeline(name, own, devices=["cpu"] * 2, schedule=schedule, checkpoint="never") as pipe:
@@ -133,7 +133,7 @@ def stage_of_blocks(
     ("again", "own"),
     [([], 11), ([1], 8), ([0, 1, 2], 2)],  # of a block its tanh, sigmoid and mask; and the inputs of blocks 1 and 2
 )
-def test_of_a_recomputed_layer_only_its_input_stays(split: bool, again: list[int], own: int) -> None:
+def test_a_recomputed_layer_keeps_only_its_input(split: bool, again: list[int], own: int) -> None:
     rows = torch.randn(64, 8)
     with stage_of_blocks({(str(at), 0): "recompute" for at in again}, rows, split) as stage, Live() as live:
         stage.forward(1, split=split)
@@ -153,9 +153,7 @@ def test_of_a_recomputed_layer_only_its_input_stays(split: bool, again: list[int
     # out of block 1 alone stays what block 2 saves, out of all what leaves the stage or is the batch
     [([], 11), ([1], 7), ([0, 2], 4), ([0, 1, 2], 0)],
 )
-def test_what_offloaded_layers_alone_have_saved_leaves_the_device_once(
-    split: bool, going: list[int], left: int
-) -> None:
+def test_a_tensor_that_only_offloaded_layers_save_is_offloaded_once(split: bool, going: list[int], left: int) -> None:
     rows = torch.randn(64, 8)
     with stage_of_blocks({(str(at), 0): "offload" for at in going}, rows, split) as stage, Live() as live:
         stage.forward(1, split=split)
@@ -191,7 +189,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_takes_long_does_not_run_again_where_the_rest_does() -> None:
+def test_recompute_cheap_does_not_recompute_expensive_operations() -> None:
     rows, counted = torch.randn(64, 8), {}
     for word in ("", "recompute", "recompute-cheap"):
         with stage_of_blocks({(str(at), 0): word for at in range(3) if word}, rows) as stage, Live() as live:
@@ -363,7 +361,7 @@ def test_older_weights_are_those_of_the_forward_where_a_layer_runs_again(kind: s
     assert all(torch.equal(ends[0][name], end[name]) for end in ends for name in ends[0])
 
 
-def test_a_plan_says_it_layer_by_layer(tmp_path: Any) -> None:
+def test_a_plan_states_the_checkpointing_of_each_layer(tmp_path: Any) -> None:
     words = {"3.0": "recompute", "0": "recompute"}
     with wrap(mixed_model(), places.OneProcess(2), "1f1b", checkpoint=words) as pipe:
         plan, repeated = pipe.plan, repr(pipe)
@@ -384,7 +382,7 @@ def test_a_plan_says_it_layer_by_layer(tmp_path: Any) -> None:
 
 def test_the_costs_of_a_recomputed_layer_are_those_that_the_plan_is_made_with() -> None:
     with wrap(mixed_model(), places.OneProcess(2), "zb-h1", checkpoint={"3.0": "recompute"}) as pipe:
-        plain = pipe._book.measured()
+        plain = pipe._cost_model.measured()
         costs = pipe.predicted.costs
         stage = next(at for at, names in enumerate(pipe.plan.stages) if "3.0" in names)
         again = plain["3.0"].recomputed()
@@ -396,7 +394,7 @@ def test_the_costs_of_a_recomputed_layer_are_those_that_the_plan_is_made_with() 
         assert costs.input_grad_s[stage] == whole.input_grad_s
 
 
-def test_wrong_words_and_layers_are_errors() -> None:
+def test_unknown_checkpoint_options_and_layers_are_refused() -> None:
     for checkpoint, match in (
         (
             {"11": "recompute"},

@@ -146,7 +146,7 @@ def reach(group: Any) -> None:
             Pipeline(made(lambda way=way: Reaches(way)), TEXT, **place(group), **CUT)
 
 
-def test_over_a_mesh_it_would_be_an_old_one_and_is_refused(ranks: Ranks) -> None:
+def test_a_layer_over_a_mesh_cannot_reach_a_stale_weight_of_another_rank(ranks: Ranks) -> None:
     ranks.run(2, reach)
 
 
@@ -295,7 +295,7 @@ def test_weights_that_forwards_write_to_are_put_back(name: str) -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("kind", "weight"), [(Clamped, "blocks.0.weight"), (Replaced, "blocks.0.weight")])
-def test_what_was_put_back_is_said(kind: type[nn.Linear], weight: str) -> None:
+def test_a_warning_names_the_weights_that_were_restored(kind: type[nn.Linear], weight: str) -> None:
     with pytest.warns(
         UserWarning, match=f"forwards of InBlocks write to 4 weights, such as '{weight}'; the old values"
     ):

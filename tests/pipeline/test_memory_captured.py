@@ -158,7 +158,7 @@ def test_convolutions_that_run_again_keep_their_inputs(monkeypatch, model, sampl
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["unet"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_skips_stages_counts_with_each_that_passes_it_on(monkeypatch, model, sample, schedule):
+def test_a_tensor_that_skips_stages_counts_on_each_stage_that_passes_it_on(monkeypatch, model, sample, schedule):
     compare(monkeypatch, model, sample, schedule, most=math.inf, devices=["cpu"] * 4)  # all are never so late at once
 
 

@@ -56,7 +56,7 @@ def test_a_limit_of_processes_counts_the_receives_that_are_posted():
     assert least(ranks_are="processes") - least() >= 2 * 16 * 32 * 4
 
 
-def test_a_limit_that_an_update_alone_exceeds_is_none():
+def test_a_memory_limit_below_the_peak_of_an_update_is_refused():
     model, sample = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.rand(2, 64)
     adam = partial(torch.optim.Adam, lr=0.1, foreach=True)
     choices = {"devices": ["cpu"] * 2, "num_microbatches": 2, "optimizer": adam, "schedule": "1f1b"}

@@ -248,7 +248,7 @@ def test_a_ledger_sees_backwards_and_leaves_out_what_is_others():
     assert ledger.peak >= (7 * 5 + 5 * 5) * FLOAT_BYTES
 
 
-def test_what_one_thread_makes_another_may_free():
+def test_a_tensor_may_be_freed_in_another_thread_than_it_was_made():
     import threading
 
     ledger, made = Ledger(), []
@@ -309,7 +309,7 @@ def test_a_meter_goes_on_with_another_plan_once_it_is_marked():
         check([(size + predicted[rank].batch, predicted[rank]) for rank, size in meter.peak_bytes.items()])
 
 
-def test_behind_its_context_a_meter_counts_no_more():
+def test_a_meter_stops_counting_at_the_end_of_its_context():
     model, sample = mlp()
     with Pipeline(model, sample, devices=["cpu"] * 2, num_microbatches=1, schedule="1f1b") as pipe:
         with MemoryMeter(pipe) as meter:

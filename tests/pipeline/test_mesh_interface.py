@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 # ---- the loss -----------------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_look_at_a_loss_does_not_wait_for_it(ranks: Ranks) -> None:
+def test_a_step_does_not_wait_for_a_loss_that_is_not_read(ranks: Ranks) -> None:
     """The first step's is received after the second one has run, and so on: at most one is on its way."""
     first, second, last = ranks.run(3, jobs.who_does_not_look_does_not_wait)
     assert first == second == [0, 1, 2, 3]

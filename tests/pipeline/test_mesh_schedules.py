@@ -81,7 +81,7 @@ def test_an_error_in_a_stream_ends_all_ranks(ranks: Ranks, failing: int, backwar
         assert f"a closed pipeline cannot run; rank {failing} failed: ZeroDivisionError" in after
 
 
-def test_who_leaves_a_stream_by_an_exception_ends_it_for_all(ranks: Ranks) -> None:
+def test_an_exception_inside_a_stream_ends_the_stream_on_all_ranks(ranks: Ranks) -> None:
     own, *others = ranks.run(3, jobs.leave_a_stream)
     assert "the user's own" in own
     assert all("rank 0 failed: it stopped before flush() had finished its steps" in text for text in others)

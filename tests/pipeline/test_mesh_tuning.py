@@ -29,7 +29,7 @@ def test_layers_of_a_mesh_are_measured_in_the_threads_of_its_ranks(ranks: Ranks)
         assert "MainThread" in names
 
 
-def test_what_cannot_be_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+def test_an_impossible_request_is_an_error_on_all_ranks(ranks: Ranks) -> None:
     first, other = ranks.run(2, jobs.what_cannot_be_asked, timeout_s=60)
     assert "pass num_stages of at most 12" in first
     assert "pass num_stages of at most 12" in other

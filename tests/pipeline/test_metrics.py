@@ -37,7 +37,7 @@ def test_metrics_are_averaged_as_losses_are() -> None:
 @pytest.mark.parametrize(
     ("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "all"), ("1f1b", "first"), ("chimera", "all")]
 )
-def test_over_a_mesh_every_rank_has_them(ranks: Ranks, schedule: str, inputs: str, adds: bool) -> None:
+def test_every_rank_of_a_mesh_has_the_metrics(ranks: Ranks, schedule: str, inputs: str, adds: bool) -> None:
     (here,) = run_here(2, partial(jobs.measures, adds=adds), schedule)
     assert ranks.run(2, partial(jobs.measures, adds=adds), schedule, inputs) == [here] * 2
     own = ["accuracy", "loss_again", "constant"]
@@ -45,7 +45,7 @@ def test_over_a_mesh_every_rank_has_them(ranks: Ranks, schedule: str, inputs: st
     assert [list(one) for one in here] == [added + own, added + own, added, added + own]
 
 
-def test_asynchronous_steps_have_them(ranks: Ranks) -> None:
+def test_asynchronous_steps_have_metrics(ranks: Ranks) -> None:
     (here,) = run_here(2, jobs.streams)
     assert ranks.run(2, jobs.streams) == [here] * 2
     assert [loss == pytest.approx(one["loss_again"]) if one else None for loss, one in here] == [True] * 3 + [

@@ -102,7 +102,7 @@ def test_an_option_of_processes_that_is_not_taken(option, name):
     strange_refused(lambda **given: make(distributed=Distributed(**given)), **{option: STRANGE[name]})
 
 
-def test_the_front_door_stays_small():
+def test_pipeline_has_at_most_20_keyword_arguments():
     """More options belong in Search, Numerics or Distributed, or in a group of their own."""
     parameters = inspect.signature(Pipeline).parameters.values()
     assert sum(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters) <= 20
@@ -308,7 +308,7 @@ def test_a_layer_that_was_replaced_since_is_not_trained_silently(kind, change, m
                 use()
 
 
-def test_what_does_not_run_may_change():
+def test_modules_that_do_not_run_may_change_between_steps():
     model = Blocks()
     model.register_module("other", nn.Linear(3, 3))
     with build(model, schedule="1f1b") as pipe:
@@ -396,7 +396,7 @@ def test_counts_that_are_no_whole_numbers(count):
 
 
 @pytest.mark.parametrize("limit", ["10 GB", ["10 GB", "1 GB"], True, [1e9], [1e9, None], [1e9, -1.0]])
-def test_limits_of_memory_that_are_none(limit):
+def test_invalid_memory_limits_are_refused(limit):
     match = r"bytes, which applies to each rank, or a list .* each rank \(2 in all\); got .*; for example, pass"
     refused(PartitionError, ValueError, match, search=Search(memory_limit_bytes=limit))
 
@@ -419,7 +419,7 @@ def test_a_misspelt_schedule_names_the_nearest(name, near):
     )
 
 
-def test_links_are_at_hand():
+def test_links_can_be_made_without_arguments():
     assert Links().inside.latency_s == 0
 
 
@@ -499,7 +499,7 @@ def test_a_batch_of_other_types_or_dimensions_takes_its_own_path(batch):
         assert torch.equal(pipe.step(**batch, target=ONES), due)
 
 
-def test_a_batch_in_another_form_that_serves_is_none():
+def test_a_batch_with_an_unused_extra_entry_is_accepted():
     with Pipeline(Keyed(), ({"x": ONES},), loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
         assert pipe.step({"x": ONES, "id": 3}, target=ONES).isfinite()
 

@@ -142,7 +142,7 @@ def test_an_error_on_the_last_stage_ends_all_ranks(run: Run, name: str) -> None:
 # ---- pictures and sizes -------------------------------------------------------------------------------------------
 
 
-def test_what_ran_is_drawn_for_each_kind_of_schedule(run: Run) -> None:
+def test_a_measured_step_of_each_kind_of_schedule_is_drawn(run: Run) -> None:
     """KeyError, RuntimeError, TypeError; and of a real run there is no picture at all."""
     run(2, draw, [*KINDS, "chimera"])
 

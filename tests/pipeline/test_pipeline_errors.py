@@ -107,7 +107,7 @@ def test_fewer_devices_than_ranks():
     refused(DeviceCountError, ValueError, match, num_stages=3, schedule="1f1b")
 
 
-def test_no_devices():
+def test_an_empty_list_of_devices_is_refused():
     refused(
         DeviceCountError, IndexError, r"at least one device; got none; for example, pass devices=\['cpu'\]", devices=[]
     )

@@ -37,15 +37,15 @@ def told(model: nn.Module, sample: torch.Tensor, seconds: list[float]) -> Profil
     return Profile({len(sample): graph})
 
 
-def tried_out(model: nn.Module) -> trial.Trial:
+def tried_out(model: nn.Module) -> trial.PlanTrial:
     devices = ["cpu"] * 2
-    return trial.Trial(model, X, None, None, 0, {"devices": devices}, host_for(devices, None, 1, None, "all"), 8)
+    return trial.PlanTrial(model, X, None, None, 0, {"devices": devices}, host_for(devices, None, 1, None, "all"), 8)
 
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
 
 
-def test_a_profile_that_lies_is_found_out_by_running() -> None:
+def test_trial_runs_correct_a_wrong_profile() -> None:
     """The last layer sleeps five times as long as is told: all but it belong on the other rank."""
     model = sleepers(0.01, 0.01, 0.01, 0.05)
     lie = told(model, X, [0.01, 0.01, 0.01, 0.01])
@@ -251,7 +251,7 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
         ),
     ],
 )
-def test_what_cannot_be_confirmed(asked: dict[str, Any], match: str) -> None:
+def test_requests_that_cannot_be_confirmed_are_refused(asked: dict[str, Any], match: str) -> None:
     model = sleepers(0.0, 0.0)
     known = told(model, X, [1.0, 1.0])
     given: dict[str, Any] = {"model": model, "devices": ["cpu"] * 2, "confirm": 2, "profile": known, **asked}
@@ -271,7 +271,7 @@ def test_a_profile_of_another_model_does_not_run() -> None:
         )
 
 
-def test_where_nothing_can_run_nothing_does() -> None:
+def test_no_plan_runs_without_a_model_devices_or_trials() -> None:
     model = sleepers(0.0, 0.0)
     known = told(model, X, [1.0, 1.0])
     for plan in (

@@ -107,7 +107,7 @@ def test_any_model_goes_on_with_another_plan(name: str) -> None:
             zoo.assert_equal(zoo.state(actual), zoo.state(expected))
 
 
-def test_what_was_learnt_from_goes_on() -> None:
+def test_training_under_changing_plans_keeps_the_bits_with_autocast_and_short_batches() -> None:
     """Autocast, running statistics of whole mini-batches, short batches, and what a loop without a pipeline has."""
     expected, actual = mixed_model(), mixed_model()
     changing = plans(lambda **kinds: row(mixed_model(), **kinds))

@@ -141,7 +141,7 @@ def test_a_search_knows_how_layers_crowd_each_other(monkeypatch: pytest.MonkeyPa
         assert pipe.predicted.costs.overheads.slower(torch.tensor([2.0]).numpy()) == pytest.approx([3.0])
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_given_schedules_stages_and_boundaries_are_kept_for_small_models() -> None:
     x = torch.randn(8, 8)
     for choices in ({"schedule": "1f1b"}, {"num_stages": 2}, {"boundaries": [4]}):
         with warnings.catch_warnings():

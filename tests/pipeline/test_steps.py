@@ -49,7 +49,7 @@ def test_batch_size_and_shape_may_change_from_step_to_step():
 
 
 @pytest.mark.parametrize("schedule", synchronous_names())
-def test_transparency(schedule):
+def test_loss_and_gradients_are_those_of_the_bare_model_on_the_whole_batch(schedule):
     """Loss and gradients are those of the bare model on the whole batch."""
     model, x, y = linears(8), rows(), rows(seed=2)
     bare = copy.deepcopy(model)

@@ -83,7 +83,7 @@ def test_a_search_needs_no_tqdm(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_profiles_machine_takes_beside_layers_is_predicted_until_steps_have_shown_it():
+def test_overheads_of_the_profile_are_predicted_until_steps_are_measured():
     own = model()
     machine = Machine(threads=Overheads(action_s=0.25))
     with made(own, replace(profiled(own, torch.randn(2, 8)), machine=machine), devices=2) as pipe:
@@ -131,7 +131,7 @@ def test_searches_between_trial_runs_take_less_effort(monkeypatch):
         return SimpleNamespace(run=None)
 
     monkeypatch.setattr(tuning, "confirmed_plan", confirmed_plan)
-    monkeypatch.setattr(tuning, "Trial", trial)
+    monkeypatch.setattr(tuning, "PlanTrial", trial)
     known = profiled(model(), torch.randn(2, 8))
     for effort, confirm in ((None, None), (5000, 2)):
         found = pipesched.tune(
@@ -257,7 +257,7 @@ def test_no_schedule_is_left_out_that_would_have_been_faster(seconds, count):
     assert all(other.step_s >= chosen.step_s for other in others if other.label != "one device")
 
 
-def test_what_is_given_is_kept():
+def test_given_schedules_and_boundaries_are_kept():
     with made(model(), schedule="gpipe", num_microbatches=4) as pipe:
         assert (pipe.plan.schedule, pipe.num_microbatches) == ("gpipe", 4)
     with made(model(), boundaries={"4": 1}, num_stages=2, devices=2) as pipe:
@@ -294,7 +294,7 @@ def test_the_size_of_micro_batches_is_chosen_where_nothing_learned_depends_on_it
         assert pipe.num_microbatches == 16  # of the sample's size
 
 
-def test_which_losses_add_up():
+def test_losses_that_add_up_over_microbatches_are_recognised():
     assert adds_up(model(), mse, None)
     assert adds_up(model(), nn.CrossEntropyLoss(), None)
     assert adds_up(model(), lambda output, target: output.sum(), len)
@@ -349,7 +349,7 @@ def test_a_profile_of_another_model_is_an_error():
         ({"num_ranks": 2, "schedule": "chimera"}, ScheduleError, r"synchronous schedules with one chain.*'chimera'"),
     ],
 )
-def test_what_cannot_be_asked(asked, error, match):
+def test_invalid_requests_of_tune_are_refused(asked, error, match):
     known = profiled(model(), torch.randn(2, 8), sizes=(20,) if asked.get("batch_size") == 64 else (2,))
     with pytest.raises(error, match=match):
         pipesched.tune(known, **{"batch_size": 32, **asked})

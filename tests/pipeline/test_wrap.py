@@ -138,7 +138,7 @@ def test_a_model_of_mixed_layers_is_wrapped_with_the_same_bits() -> None:
         assert_as(pipe, plain)
 
 
-def test_what_cannot_be_honoured_says_so() -> None:
+def test_wrappers_that_cannot_work_are_refused() -> None:
     class Owner(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

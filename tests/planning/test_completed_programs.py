@@ -34,7 +34,7 @@ def test_every_digest_belongs_to_a_case():
     assert {*WRITTEN} == {str(case) for name in schedules.names() for case in cases(name)}
 
 
-def test_most_cases_run():
+def test_at_least_six_of_seven_cases_run():
     refused = [case for case, written in WRITTEN.items() if written.startswith("refused")]
 
     assert len(refused) < len(WRITTEN) / 7
@@ -98,4 +98,4 @@ def running(plan, replicas):
     if replicas is not None:
         buckets = [[name for name in reversed(layers) if name != "layer1"] for layers in plan.stages]
         factory.replicate(buckets, replicas.gather_once if replicas.zero == 3 else None)
-    return factory.full.timed
+    return factory.full.without_messages

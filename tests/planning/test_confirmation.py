@@ -57,7 +57,7 @@ def lying(truth, heavy=6, **layers):
     return profile(told, **layers), profile(times, **layers)
 
 
-def test_a_profile_that_lies_is_found_out():
+def test_confirmation_corrects_a_wrong_profile():
     """The plan of the profile is slow, that of the corrected one is not, and its predicted step is right."""
     lie, known = lying(8)
     machine = Machine(known)
@@ -186,7 +186,7 @@ def test_where_layers_are_recomputed_they_cost_what_they_did(checkpoint, limit_b
     assert all(other.fits for other in plan.alternatives if other.measured_s is not None)
 
 
-def test_no_two_plans_of_one_sort_run():
+def test_plans_that_run_differ_in_schedule_stages_or_microbatches():
     known = profile([1.0] * 8, (1, 2, 4))
     machine = Machine(known, batch_size=16)
     confirmed_plan(search(known, 3, (4, 8, 16)), machine, 5)
@@ -232,7 +232,7 @@ class Crowded(Machine):
         return replace(trace, spans=Spans.of(tuple(spans)))
 
 
-def test_what_no_cost_tells_is_measured():
+def test_a_slowdown_that_no_cost_explains_is_found_by_running():
     """No stage takes longer than predicted, and yet every plan of two ranks does: one rank is taken."""
     known = profile([1.0] * 4)
     assert find_plan(search(known)).program.num_ranks == 2
@@ -243,7 +243,7 @@ def test_what_no_cost_tells_is_measured():
     assert any(re.fullmatch(r"predicted [\d.]+x faster, but it was not run", other.note) for other in plan.alternatives)
 
 
-def test_what_was_measured_is_shown_and_saved(tmp_path):
+def test_measured_steps_are_shown_and_saved(tmp_path):
     lie, known = lying(8)
     plan = confirmed_plan(search(lie), Machine(known), 3)
     own, *others = plan.alternatives
@@ -287,7 +287,7 @@ def test_a_layer_without_times_keeps_none():
     assert plan.predicted().makespan_s == pytest.approx(plan.alternatives[0].measured_s)
 
 
-def test_what_layers_wait_and_are_hindered_is_scaled():
+def test_corrections_scale_waiting_and_crowded_times_too():
     known = profile([1.0] * 4)
     for _, node in known.graphs[1].nodes(data=True):
         node["waiting_s"], node["crowded_s"] = 1.5, 0.3

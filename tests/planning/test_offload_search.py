@@ -190,7 +190,7 @@ def test_copies_are_searched_where_they_give_memory_back():
         search([1.0] * 4, 2, 8, "gpipe", offload="never")
 
 
-def test_of_given_devices_it_is_known_whether_they_are_the_hosts_own():
+def test_the_profile_states_whether_the_devices_are_the_hosts_own():
     cpu, made_up = [torch.device("cpu")], profile([1.0], (1,))
     assert on_devices(made_up, cpu, "auto").machine == Machine(on_host=True)
     forced = on_devices(made_up, cpu, offload=True).machine

@@ -133,7 +133,7 @@ OTHERS = (
 )
 
 
-def test_what_a_search_weighed_is_saved_with_the_plan(tmp_path):
+def test_the_alternatives_of_a_search_are_saved_with_the_plan(tmp_path):
     original = replace(plan(costs=COSTS), alternatives=OTHERS)
     original.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").alternatives == OTHERS
@@ -353,7 +353,7 @@ def test_an_edited_entry_that_the_program_contradicts_is_an_error_and_not_left_u
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
-def test_of_a_plan_whose_stages_were_edited_nothing_is_said_that_was_true_of_the_others(schedule):
+def test_a_plan_with_edited_stages_keeps_no_statements_about_the_old_stages(schedule):
     model = linears()
     with pipeline(model, schedule=schedule) as pipe:
         pipe.step(torch.ones(8, 3), target=torch.zeros(8, 3))

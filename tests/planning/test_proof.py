@@ -9,7 +9,7 @@ from pipesched.planning import proof
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.report.report import Report
 from pipesched.program.program import Program
-from pipesched.simulation.exact_solver import Solution
+from pipesched.simulation.exact_solver import ProgramSolution
 
 COSTS = Costs((2, 6, 1), (1, 1, 2), (6, 6, 6), (7, 7, 8))
 
@@ -32,7 +32,7 @@ def plan():
 
 def solver(program, bound_s):
     def solve(costs, num_microbatches, **_):
-        return Solution(program=program, makespan_s=bound_s, bound_s=bound_s, status="OPTIMAL")
+        return ProgramSolution(program=program, makespan_s=bound_s, bound_s=bound_s, status="OPTIMAL")
 
     return solve
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipesched import Costs, Pipeline, simulate
-from pipesched.planning.cost_correction import Known, StageTimes
+from pipesched.planning.cost_correction import Known, MeasuredStage
 from pipesched.planning.plan import Plan
 from pipesched.planning.replan_verdict import Replanned, strayed, verdict
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
@@ -35,7 +35,7 @@ def pipeline(**options: Any) -> Pipeline:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
     choices = {"devices": ["cpu"] * 2, "boundaries": [4], "num_microbatches": 8, "schedule": "1f1b", **options}
     pipe = Pipeline(model, X[:1], loss_fn=functional.mse_loss, **choices)
-    pipe._book.layers = {name: layer(seconds) for name, seconds in EQUAL.items()}
+    pipe._cost_model.layers = {name: layer(seconds) for name, seconds in EQUAL.items()}
     return pipe
 
 
@@ -55,13 +55,13 @@ def ran(
     ]
     for times in steps:
         there = tuple(times * one for one in own)
-        trace = simulate(pipe._running.assembly.programs.full.timed, Costs(there, there, there))
+        trace = simulate(pipe._running.assembly.programs.full.without_messages, Costs(there, there, there))
         pipe._running.runs.append(SimpleNamespace(spans=lambda trace=trace: iter(trace.spans)))
 
 
 def test_a_layer_that_has_grown_is_given_room() -> None:
     with pipeline() as pipe:
-        pipe._book.layers["7"] = layer(1.001e-3)  # of another kind than the others
+        pipe._cost_model.layers["7"] = layer(1.001e-3)  # of another kind than the others
         ran(pipe, {**EQUAL, "7": 4e-3})
         done = pipe.replan()
         assert done.moved
@@ -96,7 +96,7 @@ def test_a_plan_is_kept_where_another_one_is_not_worth_it(
     last: float, steps: Sequence[float], left: int | None, kept: str
 ) -> None:
     with pipeline() as pipe:
-        pipe._book.layers["7"] = layer(1.001e-3)
+        pipe._cost_model.layers["7"] = layer(1.001e-3)
         ran(pipe, {**EQUAL, "7": last}, steps=steps)
         before = pipe._running.assembly
         done = pipe.replan(steps_left=left)
@@ -113,7 +113,7 @@ def test_a_slow_device_gets_fewer_layers_until_it_has_recovered(schedule: str) -
             ran(pipe, EQUAL, slow={1: slow})
             done = pipe.replan()
             assert done.moved
-            assert pipe._book.slow.get(torch.device("cpu:1"), 1) == pytest.approx(slow)
+            assert pipe._cost_model.slow.get(torch.device("cpu:1"), 1) == pytest.approx(slow)
             placed = zip(pipe._running.assembly.cut, pipe._running.assembly.program.placement, strict=True)
             assert sum(len(names) for names, rank in placed if rank) == number
             ran(pipe, EQUAL, slow={1: slow})
@@ -121,11 +121,11 @@ def test_a_slow_device_gets_fewer_layers_until_it_has_recovered(schedule: str) -
             assert pipe.step(X, target=Y).isfinite()
 
 
-def test_what_was_asked_for_of_the_cut_holds_and_whole_boundaries_do_not() -> None:
+def test_replan_keeps_pins_and_may_change_boundaries() -> None:
     grown = {**EQUAL, "0": 3e-3, "1": 3e-3}
     for boundaries, expected in (([4], ["2"]), ({"4": 1}, ["4"]), (None, ["2"])):
         with pipeline(boundaries=boundaries) as pipe:
-            pipe._book.layers |= {name: layer(1.001e-3) for name in "01"}
+            pipe._cost_model.layers |= {name: layer(1.001e-3) for name in "01"}
             pipe.replan(Plan([[*"0123"], [*"4567"]], "1f1b", pipe.plan.program))  # not the measured cut: times vary
             ran(pipe, grown)
             pipe.replan()
@@ -163,7 +163,7 @@ def test_corrected_layers_take_what_their_stages_took(data: st.DataObject) -> No
     )
     cuts = sorted({0, len(kinds), *data.draw(st.lists(st.integers(1, len(kinds) - 1), max_size=3))})
     stages = [
-        StageTimes(names[begin:end], stage % 3, *(data.draw(times) for _ in TIMES))
+        MeasuredStage(names[begin:end], stage % 3, *(data.draw(times) for _ in TIMES))
         for stage, (begin, end) in enumerate(pairwise(cuts))
     ]
     found = known.corrected(stages, tolerance=0.05)
@@ -174,11 +174,11 @@ def test_corrected_layers_take_what_their_stages_took(data: st.DataObject) -> No
     assert min(found.slowness(stage.device) for stage in stages) == pytest.approx(1)
 
 
-def took(layers: str, device: int, forward_s: float) -> StageTimes:
-    return StageTimes(layers, device, forward_s, 2 * forward_s, forward_s, forward_s)
+def took(layers: str, device: int, forward_s: float) -> MeasuredStage:
+    return MeasuredStage(layers, device, forward_s, 2 * forward_s, forward_s, forward_s)
 
 
-def test_what_equal_layers_take_elsewhere_tells_whose_the_time_is() -> None:
+def test_equal_layers_on_other_devices_show_whether_a_device_or_a_layer_is_slow() -> None:
     equal = Known({name: layer(1) for name in "abcdefgh"}, dict.fromkeys("abcdefgh", 0))
     assert equal.corrected([took("abcd", 0, 6), took("efgh", 1, 6)], 0.05).slow == {}  # all have grown
     assert equal.corrected([took("abcd", 0, 4), took("efgh", 1, 7)], 0.05).slow == {1: 1.75}

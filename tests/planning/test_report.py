@@ -156,7 +156,7 @@ def test_steps_of_other_lengths_are_compared_action_by_action():
     assert str(found) in Report(plan, measured_of(other, 1, 1.5)).lines
 
 
-def test_what_lies_between_actions_is_told_from_what_stages_took():
+def test_a_report_separates_gaps_between_actions_from_stage_compute():
     plan = plan_of()
     late = simulate(plan.program, replace(slower(plan.costs, (1, 1.2)), transfer_s=1e-4))
     lines = Report(plan, Trace(late.spans, 2)).lines
@@ -187,7 +187,7 @@ def test_memory_is_shown_by_what_it_is_for():
     assert table.columns == ("rank", "parameters", "gradients", "activations", "total", "margin")
 
 
-def test_what_was_not_predicted_is_new():
+def test_a_difference_from_a_prediction_of_0_has_no_ratio():
     assert Pair(0, 1).off is None
     found = compared(replace(plan_of(), costs=Costs.uniform(2, weight_grad_s=0)).predicted(), plan_of().predicted())
     assert found.worst.work_s.off < 0
@@ -549,7 +549,7 @@ def test_devices_that_a_plan_leaves_out_are_named():
         assert repr(pipe).endswith(said)
 
 
-def test_what_the_search_had_predicted_is_told_from_what_is_predicted_now():
+def test_a_report_separates_the_prediction_of_the_search_from_the_current_one():
     plan = plan_of(alternatives=(TAKEN,))
     said = "the search predicted 30 ms per step, and used this prediction to compare plans and to choose the split"
     assert said in Report(plan).lines
@@ -571,13 +571,13 @@ def test_the_command_says_which_ranks_are_left_out(tmp_path):
     assert "\n" not in repr(known)
 
 
-def test_what_is_not_in_a_table_has_no_footnote():
+def test_a_footnote_explains_only_columns_of_its_table():
     note = Report(plan_of(alternatives=(replace(TAKEN, limit_bytes=None), ALONE))).tables[0].note
     assert "memory: highest peak of any rank." in note
     assert "margin" not in note
 
 
-def test_what_is_large_is_shown_in_a_line():
+def test_the_repr_of_a_large_object_is_one_line():
     plan = plan_of(alternatives=(TAKEN,))
     assert repr(plan).startswith("Plan(1f1b: 4 layers in 2 stages on 2 ranks, 4 micro-batches, checkpoint 'never', ")
     assert repr(plan.predicted()) == "Trace(1f1b: 16 spans on 2 ranks, makespan 15 ms, bubble 20.0%)"

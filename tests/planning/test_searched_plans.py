@@ -8,7 +8,7 @@ from pipesched import Plan, schedules, simulate, validate
 from pipesched.errors import ScheduleError
 from pipesched.partitioning.partition import balance
 from pipesched.planning.candidates import Candidate, candidates
-from pipesched.planning.effort import Effort
+from pipesched.planning.effort import SearchEffort
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import searched_before
 from pipesched.planning.plan_request import PlanRequest
@@ -78,7 +78,7 @@ def test_a_known_schedule_wins_a_tie():
     assert "the predicted step is optimal" in plan.explain()
 
 
-def test_of_about_equally_fast_orders_the_plan_has_one_that_holds_few_microbatches():
+def test_the_plan_has_the_order_with_few_microbatches_in_flight_among_equally_fast_ones():
     plan = find_plan(search([3.0, 1, 2, 1, 4, 1, 2, 2], 2, 8, {"activation_bytes": 100}, effort=1_200_000))
     most = max(peak_in_flight(order) for order in plan.program.orders)
     assert plan.schedule == "searched"
@@ -215,7 +215,7 @@ def test_balanced_cuts_are_those_with_the_least_work_of_the_busiest_rank(pinned)
     candidate = Candidate(
         schedule=schedules.get("zb-v"), num_ranks=2, num_microbatches=8, splits=True, checkpoint="never"
     )
-    chooser = RecomputationChooser(search, Effort(search.effort))
+    chooser = RecomputationChooser(search, SearchEffort(search.effort))
 
     def work(stages):
         """The work of the busiest rank, and of the largest stage."""

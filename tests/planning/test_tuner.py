@@ -57,7 +57,7 @@ def test_the_plan_is_within_one_percent_of_the_best_of_all_schedules_and_cuts(ti
     assert find_plan(asked).predicted().makespan_s <= exhaustive(asked) * 1.01
 
 
-def test_what_is_not_among_the_first_may_be_the_fastest_once_its_cuts_are_moved():
+def test_a_candidate_with_a_slow_first_cut_can_become_the_fastest():
     """Light and heavy layers in turn, and a heavy last one: as smallest bottlenecks cut them zb-h2 is ahead."""
     plan = find_plan(search([0.1] + [1.2, 2.1] * 8 + [5.0], 4, (4,)))
     known = {each.label: each.step_s for each in plan.alternatives}
@@ -114,7 +114,7 @@ def test_split_backwards_are_taken_only_where_both_parts_are_no_dearer():
     assert not any(str(action.kind) == "W" for action in dear.program.orders[0])
 
 
-def test_of_equal_plans_the_simplest_is_taken():
+def test_the_simplest_of_equally_fast_plans_is_chosen():
     plan = find_plan(search([1.0] * 4, 2, (1,), {"split": 2.0}))  # one micro-batch, whole backwards: nothing overlaps
     assert (plan.schedule, plan.program.num_ranks, plan.program.num_stages) == ("1f1b", 1, 1)
 

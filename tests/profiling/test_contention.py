@@ -51,7 +51,7 @@ def test_layers_and_their_copies_run_alone_in_turn_and_then_at_once(monkeypatch)
     assert torch.equal(twin.weight, layer.weight)
 
 
-def test_what_is_done_between_layers_does_not_count(monkeypatch):
+def test_contention_counts_only_the_time_inside_layers(monkeypatch):
     took_s = {"forward_s": 1.0, "backward_s": 2.0, "input_grad_s": 4.0, "weight_grad_s": 8.0}
     rounds = []
 
@@ -95,7 +95,7 @@ class Locked(nn.Module):
         return x * 2
 
 
-def test_of_layers_that_cannot_be_copied_nothing_is_known():
+def test_contention_is_not_measured_for_layers_that_cannot_be_copied():
     assert crowded(nn.Linear(4, 4), Locked()) == []
 
 

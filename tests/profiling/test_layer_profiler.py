@@ -12,7 +12,7 @@ import pipesched
 from pipesched import Costs
 from pipesched.errors import InputError
 from pipesched.profiling import profile_model
-from pipesched.profiling.layer_profiler import Effort, _Kind, measure_layers
+from pipesched.profiling.layer_profiler import MeasurementEffort, _Kind, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs
 from pipesched.simulation.layer_memory import LayerMemory
 
@@ -52,7 +52,7 @@ def test_the_bytes_of_a_linear_layer():
     assert list(costs) == ["0", "1"]
 
 
-def test_what_pays_is_left_to_w_with_the_products_input_and_the_gradient_of_its_output():
+def test_a_deferred_weight_gradient_keeps_the_input_and_the_output_gradient_of_its_product():
     costs = measure(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 200)), torch.ones(200, 100))["1"]
     assert costs.memory.weight_grad_bytes == 200 * (100 + 200) * FLOAT_BYTES
     assert costs.memory.left_input_bytes == 200 * 100 * FLOAT_BYTES
@@ -60,7 +60,7 @@ def test_what_pays_is_left_to_w_with_the_products_input_and_the_gradient_of_its_
     assert costs.memory.gradient_bytes == (100 + 1) * 200 * FLOAT_BYTES
 
 
-def test_transients_are_what_is_needed_beyond_what_is_kept():
+def test_transient_memory_is_counted_without_what_is_kept():
     costs = measure(
         nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 200, bias=False)), torch.ones(50, 100)
     )
@@ -138,7 +138,7 @@ def test_layers_run_in_the_kind_of_thread_in_which_ranks_run(ranks_are, here):
             threads.add(threading.get_ident())
             return super().forward(x)
 
-    measure_layers({"layer": Noting(4, 4)}, ((torch.ones(2, 4),), {}), CPU, 1, Effort(ranks_are=ranks_are))
+    measure_layers({"layer": Noting(4, 4)}, ((torch.ones(2, 4),), {}), CPU, 1, MeasurementEffort(ranks_are=ranks_are))
     assert {thread == threading.get_ident() for thread in threads} == {here}
 
 

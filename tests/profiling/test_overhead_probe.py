@@ -41,7 +41,7 @@ def same(found, known):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_what_ranks_take_is_found(num_ranks):
+def test_the_probe_finds_the_known_overheads(num_ranks):
     known = Overheads(0.01, 0.005, Link(0.02, 1e8), Link(0.03, 2e8), Link(0.04, 3e8))
     same(find_overheads(num_ranks, 4, virtual(known)), known)
 

@@ -38,7 +38,7 @@ def layer_costs(forward_s, backward_s, **others):
         (layer_costs(1e-3, 1.0), [], True, ""),  # negligible: all layers take 100 s
     ],
 )
-def test_what_cannot_be_true_of_a_layer(costs, each_s, trains, said):
+def test_implausible_costs_of_a_layer_are_doubted(costs, each_s, trains, said):
     found = doubt(Measured(costs, each_s, trains), all_s=100.0 if costs.backward_s == 1.0 else 3.0)
     assert said in found
     assert bool(said) == bool(found)
@@ -90,7 +90,7 @@ class Sleepy(nn.Module):
         return self.blocks[1](x)
 
 
-def test_a_layer_that_cannot_be_is_measured_again_and_named():
+def test_a_layer_with_implausible_costs_is_measured_again_and_named():
     with pytest.warns(
         UserWarning,
         match="layer '1' are implausible: the backward takes .* times the forward .*; measure again when the machine",
@@ -101,6 +101,6 @@ def test_a_layer_that_cannot_be_is_measured_again_and_named():
     assert twice > 2 * SlowBackward.calls > 0
 
 
-def test_what_a_model_does_besides_its_layers_is_told():
+def test_a_warning_states_the_time_that_a_forward_spends_outside_layers():
     with pytest.warns(UserWarning, match="the forwards of all layers add up to .*, but the model's forward takes"):
         pipesched.profile(Sleepy(), torch.rand(2, 4), rows=[2])

@@ -35,7 +35,7 @@ def test_parse_is_the_inverse_of_str(action):
         (Action(2, Kind.REDUCE, 0), "2REDUCE0"),
     ],
 )
-def test_text_form(action, text):
+def test_an_action_has_a_text_form_that_parse_reads(action, text):
     assert str(action) == text
     assert Action.parse(text) == action
 

@@ -9,7 +9,7 @@ import pytest
 from pipesched import Costs, schedules, simulate, validate
 from pipesched.program.search.beam_search import BeamSearch
 from pipesched.program.search.evaluation import clocks, evaluate, hold, sequences
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, OrderProblem, Resource
 
 LONG = 1 << 40
 
@@ -37,7 +37,7 @@ def problem(seed, num_stages=2, num_microbatches=2):
         gives=[none, activations, weight_grads, activations],
         limits=[max(0, max(row) + rng.randint(-3, 4)) for row in needed],
     )
-    return Problem(
+    return OrderProblem(
         num_ranks=num_ranks,
         placement=tuple(placement),
         num_microbatches=num_microbatches,

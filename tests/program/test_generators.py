@@ -25,7 +25,7 @@ def bubble_and_peak(name, p, m):
 
 
 @pytest.mark.parametrize("p", SIZES)
-def test_v_half(p):
+def test_v_half_has_the_bubble_and_the_peak_of_its_paper(p):
     """3p - 7 for even p, 3p - 4 for odd p; floor((p + 2) / 2) micro-batches; arXiv:2405.15362."""
     bubble = 1 if p == 2 else 3 * p - (4 if p % 2 else 7)
     for m in sorted({p, p + 1, p + 2, 2 * p + 1, 3 * p}):
@@ -33,7 +33,7 @@ def test_v_half(p):
 
 
 @pytest.mark.parametrize("p", SIZES)
-def test_v_min(p):
+def test_v_min_has_the_bubble_and_the_peak_of_its_paper(p):
     """4p - 5, or 4p - 7 for p a multiple of 3; floor((p + 4) / 3) micro-batches; arXiv:2405.15362."""
     for m in sorted({p, p + 1, p + 2, 2 * p + 1, 3 * p}):
         assert bubble_and_peak("v-min", p, m) == (4 * p - (5 if p % 3 else 7), 2 * ((p + 4) // 3))

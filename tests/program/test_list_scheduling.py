@@ -38,7 +38,7 @@ def test_without_a_place_kept_for_the_oldest_microbatch_the_ranks_fill_up_and_st
         held = sum(len(clock.forwards[chunk]) - len(clock.backwards[chunk]) for chunk in rank._chunks)
         return held < rank._max_in_flight
 
-    with patch.object(list_scheduling._Rank, "_has_place", has_place), pytest.raises(ValueError, match="empty"):
+    with patch.object(list_scheduling._ListRank, "_has_place", has_place), pytest.raises(ValueError, match="empty"):
         built("hanayo", 2, 8, v=4)
     validate(built("hanayo", 2, 8, v=4), max_in_flight=8)
 

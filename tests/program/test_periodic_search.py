@@ -22,7 +22,7 @@ from pipesched.program.search.problem import (
     INPUT_GRAD,
     KINDS,
     WEIGHT_GRAD,
-    Problem,
+    OrderProblem,
     Resource,
     num_evaluated,
 )
@@ -37,7 +37,7 @@ def problem(seed=0, *, num_ranks=2, chunks=2, num_microbatches=32, limit=3):
     times = [[rng.randint(14, 28) for _ in range(stages)] for _ in range(3)]
     times.append([i + w - rng.randint(0, 4) for _, i, w in zip(*times, strict=True)])
     one, none = ([[number] * num_microbatches] * stages for number in (1, 0))
-    return Problem(
+    return OrderProblem(
         num_ranks=num_ranks,
         placement=v(num_ranks, chunks),
         num_microbatches=num_microbatches,

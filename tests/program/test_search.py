@@ -16,7 +16,7 @@ from pipesched.errors import MemoryLimitError, ScheduleError
 from pipesched.program.search.bound import lower_bound, ranks_that_must_fuse
 from pipesched.program.search.compiled import whole
 from pipesched.program.search.list_orders import CHOICES, FUSED, rules
-from pipesched.program.search.problem import Problem, Resource
+from pipesched.program.search.problem import OrderProblem, Resource
 from pipesched.program.search.rule_search import RuleSearch
 from pipesched.program.search.search import search
 from pipesched.simulation.links import Link, Links
@@ -211,7 +211,7 @@ def uneven_problem(num_ranks=4, num_microbatches=20, chunks=1):
     stages = num_ranks * chunks
     one = [[[1] * num_microbatches] * stages] * 2
     none = [[[0] * num_microbatches] * stages] * 2
-    return Problem(
+    return OrderProblem(
         num_ranks=num_ranks,
         placement=tuple(range(num_ranks)) * chunks,
         num_microbatches=num_microbatches,

@@ -210,7 +210,7 @@ def test_a_lowered_pair_stays_together():
     "order",
     ["1F0&1B0 1F1 1B1", "1F0&1F1 1B0 1B1", "1F0 1F1 1B0&1B1", "1F0 1F1&1B0&1B1"],
 )
-def test_what_overlaps_is_a_forward_and_another_backward(order):
+def test_only_a_forward_and_the_backward_of_another_pair_may_overlap(order):
     said = "an F may overlap only with the next action, a B or I of another stage or micro-batch"
     refused(parsed("0F0 0F1 0B0 0B1", order), said)
 

@@ -118,7 +118,7 @@ PLANTED = {
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", PLANTED)
-def test_what_is_not_up_to_date_is_found(tree, what):
+def test_check_names_gallery_files_that_are_out_of_date(tree, what):
     plant, names = PLANTED[what]
     plant(tree)
     result = run(tree, "--check")

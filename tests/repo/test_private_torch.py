@@ -94,7 +94,7 @@ def test_private_parts_are_found(source):
         "self._torch.x",
     ],
 )
-def test_public_parts_are_not(source):
+def test_uses_of_public_parts_are_not_reported(source):
     assert not private(source)
 
 
@@ -154,5 +154,5 @@ def test_private_attributes_are_found(source):
 @pytest.mark.parametrize(
     "source", ["tensor._version", "class A:\n    _x = 1\na._x", "self._y = 2\nother._y", "x.__class__"]
 )
-def test_own_attributes_are_not(source):
+def test_private_attributes_of_the_packages_own_classes_are_not_reported(source):
     assert not foreign_attributes({"a.py": source})

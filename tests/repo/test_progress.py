@@ -50,7 +50,7 @@ def test_each_thread_has_its_own_progress_unless_it_works_for_another() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_heart_beats_only_for_finished_parts() -> None:
+def test_a_heartbeat_is_sent_only_for_finished_parts() -> None:
     """The thread spins between its parts, and processor time is no progress."""
     beaten = threading.Semaphore(0)
     with beating(beaten.release, timeout_s=0.08):
@@ -62,7 +62,7 @@ def test_a_heart_beats_only_for_finished_parts() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_heart_whose_ranks_have_failed_stops() -> None:
+def test_heartbeats_stop_when_a_rank_has_failed() -> None:
     tried = threading.Semaphore(0)
 
     def beat() -> None:

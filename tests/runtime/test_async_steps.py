@@ -139,7 +139,7 @@ def test_a_slow_gpu_is_waited_for(name: str) -> None:
     ],
     ids=["flush", "evaluate", "state", "parameters", "train", "optimizers"],
 )
-def test_what_looks_at_the_weights_flushes(name: str, between: Callable[[Pipeline], object]) -> None:
+def test_reading_the_weights_flushes_the_stream(name: str, between: Callable[[Pipeline], object]) -> None:
     """As two pipelines would, one after the other, that share optimizers and count steps on."""
     results = []
     for act in (Pipeline.flush, between):

@@ -97,7 +97,7 @@ def value(size: int, number: int) -> Payload:
     return Payload.of(torch.full((size,), float(number)))
 
 
-def test_what_was_announced_is_foreseen_a_few_messages_later() -> None:
+def test_an_announced_layout_is_predicted_a_few_messages_later() -> None:
     port = Memory()
     outgoing, incoming = (end(Ports(port, port), 0, 0, Encoding()) for end in (Outgoing, Incoming))
     outgoing.open(())

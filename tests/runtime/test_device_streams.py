@@ -53,7 +53,7 @@ def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):
     assert not cuda.synchronized
 
 
-def test_a_steps_clock_waits_for_nothing_that_was_launched_before(cuda):
+def test_time_stamps_do_not_wait_for_earlier_work_of_the_device(cuda):
     streams = CudaStreams("cuda:0")
     cuda.default_stream("cuda:0").launch("long work")
     streams.begin()
@@ -100,7 +100,7 @@ def test_values_on_one_device_are_not_copied(cuda):
     assert cuda.recorded == [(tensor, computing(second, cuda))]
 
 
-def test_what_a_cpu_rank_gives_and_takes(cuda):
+def test_values_pass_between_a_cpu_rank_and_a_gpu_rank(cuda):
     gpu, cpu = CudaStreams("cuda:0"), streams_for(CPU)
     with gpu.entered():
         (moved,) = gpu.unpack(cpu.pack((Tensor(cuda, "cpu"),)))
@@ -297,5 +297,5 @@ def test_no_line_of_a_step_waits_for_a_device(name):
     assert not found
 
 
-def test_such_lines_are_found():
+def test_a_line_that_waits_for_a_device_is_found():
     assert waits("def f(x):\n    return x.sum().item()") == [("f", 2)]

@@ -120,7 +120,7 @@ def test_other_values_are_refused_by_the_name_of_their_type(value: Any) -> None:
         Encoding().written(value)
 
 
-def test_what_is_learnt_is_known_from_then_on() -> None:
+def test_a_type_that_was_learnt_can_be_read_later() -> None:
     encoding = Encoding()
     with encoding.learning():
         encoding.written(Pair(Colour.RED, Flags.TWO))
@@ -151,7 +151,7 @@ def test_a_form_is_put_together_again_by_a_receiver_that_knows_its_types(value: 
     assert [getattr(leaf, "shape", leaf) for leaf in leaves] == [getattr(leaf, "shape", leaf) for leaf in wanted]
 
 
-def test_what_changes_is_a_new_object_in_each_message() -> None:
+def test_a_mutable_value_is_a_new_object_in_each_message() -> None:
     encoding = Encoding()
     form = MessageLayout(describe(Payload.of(({1, 2}, "text")), encoding)[0], encoding)
     first, second = (form.restore(torch.empty(0, dtype=torch.uint8), 0).value for _ in range(2))
@@ -196,7 +196,7 @@ class Runs:
 
 
 @pytest.mark.timeout(30)
-def test_who_reads_the_word_in_the_store_can_run_nothing(tmp_path: Path) -> None:
+def test_a_stranger_that_reads_the_password_in_the_store_cannot_run_code(tmp_path: Path) -> None:
     """The stranger greets as rank 0 does, and announces a form, which is a pickle."""
     store = distributed.HashStore()
     port = SocketPort(store, 1, "127.0.0.1", 5.0)

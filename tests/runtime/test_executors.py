@@ -191,12 +191,12 @@ def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: i
 def test_ranks_are_bound_once_to_a_program_and_anew_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    class Counted(local.Rank):
+    class Counted(local.BoundRank):
         def __init__(self, index: int, *others: Any) -> None:
             made.append(index)
             super().__init__(index, *others)
 
-    monkeypatch.setattr(local, "Rank", Counted)
+    monkeypatch.setattr(local, "BoundRank", Counted)
     with wrapped("1f1b") as pipe:
         for _ in range(2):
             pipe.step(X, target=Y)

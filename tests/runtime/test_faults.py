@@ -19,7 +19,7 @@ from pipesched.runtime.coordination.failure_notices import Fault, told
 from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed, doing_at
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.executors.interpreter import Stamps
-from pipesched.runtime.transport.device_channels import Channel, Links
+from pipesched.runtime.transport.device_channels import Channel, DeviceLinks
 from tests.support.jobs.faults import Case
 from tests.support.run_faults import outcomes
 
@@ -96,7 +96,7 @@ def test_ranks_that_do_not_answer_are_to_blame_with_the_last_that_came_from_them
     assert "rank 2: its process has exited, or it has left the pipeline; it has sent no message in this call" in why
 
 
-def test_of_ranks_that_answer_the_one_that_works_for_longest_is_to_blame() -> None:
+def test_the_rank_that_computes_for_the_longest_time_is_blamed() -> None:
     answers = {"rank 0": state("waits", 5), "rank 1": state("works", 5.1), "rank 2": state("works", 0.1)}
     assert blamed(answers, 5) == (["rank 1"], "it has been in 1F0 for 5.1 s")
     assert blamed({**answers, "rank 1": state("collective", 5.1)}, 5) is None
@@ -120,7 +120,7 @@ def state_in(call: Callable[[Callable[[], Any]], Any]) -> State:
     return told
 
 
-def test_what_a_rank_does_is_told_by_where_its_thread_is() -> None:
+def test_the_position_of_a_ranks_thread_shows_whether_it_works_or_waits() -> None:
     def layer(wait: Callable[[], Any]) -> None:
         wait()
 
@@ -132,10 +132,10 @@ def test_what_a_rank_does_is_told_by_where_its_thread_is() -> None:
 def test_a_rank_whose_device_waits_for_another_is_not_at_work() -> None:
     """While the first use of a link waits for its other end, and while posted transfers end."""
 
-    def links(connect: Callable[[], Any], drain: Callable[[], Any]) -> Links:
+    def links(connect: Callable[[], Any], drain: Callable[[], Any]) -> DeviceLinks:
         link = SimpleNamespace(connect=connect, drain=drain)
         maker: Any = SimpleNamespace(device=torch.device("cpu"), begin=None, link=lambda store, sends: link)
-        made = Links(maker, distributed.HashStore(), 0)
+        made = DeviceLinks(maker, distributed.HashStore(), 0)
         made.connect([Channel(0, 1, backward=False)])
         return made
 
@@ -183,7 +183,7 @@ class _Group:
 
 
 @pytest.mark.timeout(60)
-def test_a_stranger_rings_no_alarm_and_holds_none_up() -> None:
+def test_a_stranger_neither_raises_nor_delays_an_alarm() -> None:
     """Neither what it says, nor that it says nothing, nor half of a message."""
     import socket
 
@@ -247,7 +247,7 @@ def test_a_stranger_at_the_port_of_a_closed_pipeline_puts_no_blame_on_its_rank()
     alarm.end()
 
 
-def test_a_store_that_does_not_answer_is_left() -> None:
+def test_a_store_that_does_not_answer_is_an_error_after_the_timeout() -> None:
     silent = threading.Event()
     with pytest.raises(StoreLostError, match=r"rank 0 failed: .* the store .*, .* store did not answer within 0\.1 s"):
         asked(silent.wait, 0.1)
@@ -255,7 +255,7 @@ def test_a_store_that_does_not_answer_is_left() -> None:
     assert asked(lambda: 3, 60) == 3
 
 
-def test_what_is_asked_of_a_store_ends_where_a_rank_has_failed() -> None:
+def test_a_request_to_the_store_ends_when_a_rank_has_failed() -> None:
     silent, given_up = threading.Event(), threading.Event()
     given_up.set()
     with pytest.raises(RuntimeError, match="Connection closed: a rank has failed"):

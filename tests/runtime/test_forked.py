@@ -42,7 +42,7 @@ def pipeline(schedule: str) -> Pipeline:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_child_is_told(schedule: str) -> None:
+def test_using_the_pipeline_in_a_forked_child_is_an_error(schedule: str) -> None:
     with pipeline(schedule) as pipe:
         pipe.step(X, target=Y)
         assert SAID.fullmatch(in_child(lambda: pipe.step(X, target=Y)))
@@ -59,7 +59,7 @@ def test_a_child_is_told(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_worker_of_a_data_loader_is_told(schedule: str) -> None:
+def test_using_the_pipeline_in_a_process_of_a_data_loader_is_an_error(schedule: str) -> None:
     class Rows(Dataset):
         def __len__(self) -> int:
             return 2
@@ -75,7 +75,7 @@ def test_a_worker_of_a_data_loader_is_told(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_child_of_a_rank_is_told_and_harms_nobody(ranks: Ranks, schedule: str) -> None:
+def test_a_forked_child_of_a_rank_gets_an_error_and_harms_no_rank(ranks: Ranks, schedule: str) -> None:
     for rank, found in enumerate(ranks.run(2, jobs.children_of_a_rank, schedule, timeout_s=200)):
         for name in ("step", "evaluate", "gather", *(["loss"] if rank == 0 and schedule == "1f1b" else [])):
             assert SAID.fullmatch(found[name]), (name, found[name])

@@ -25,7 +25,7 @@ def test_long_values_cross(ranks: Ranks, kilobytes: list[int]) -> None:
     assert ranks.run(2, messages.long_values, kilobytes) == [len(kilobytes)] * 2
 
 
-def test_what_is_sent_may_change_at_once(ranks: Ranks) -> None:
+def test_a_value_may_change_as_soon_as_it_is_sent(ranks: Ranks) -> None:
     kilobytes = [1, 100, 900, 900, 900, 900, 900, 900, 900, 100, 3000, 1]  # more than connections hold
     assert ranks.run(2, messages.changed_once_sent, kilobytes) == [len(kilobytes)] * 2
 
@@ -144,7 +144,7 @@ def test_an_error_in_one_rank_stops_all(ranks: Ranks, stage: int, kind: str) -> 
         assert after.startswith(f"a closed pipeline cannot run; {said}")
 
 
-def test_who_waits_for_a_rank_that_computes_stops_at_once(ranks: Ranks) -> None:
+def test_a_rank_that_waits_for_a_computing_rank_stops_as_soon_as_another_fails(ranks: Ranks) -> None:
     """Rank 2 fails while rank 1 computes for 2 s; rank 0 waits for rank 1 and need not."""
     results = ranks.run(3, failures.fail, Action.parse("2F0"), failures.divide, 10, Action.parse("1F1"))
     assert results[0][0] < results[1][0]

@@ -70,7 +70,7 @@ def test_each_tag_and_direction_is_a_connection_of_its_own(ports: list[SocketPor
     assert [read(first, 1, tag, 1) for tag in (0, 1)] == [b"2", b"3"]
 
 
-def test_who_does_not_know_the_word_is_not_let_in(ports: list[SocketPort]) -> None:
+def test_a_connection_without_the_password_is_refused(ports: list[SocketPort]) -> None:
     first, second = ports
     word, second._word = second._word, b"another word    "
     first.sender(1, 0)((b"stranger",), 8)
@@ -82,7 +82,7 @@ def test_who_does_not_know_the_word_is_not_let_in(ports: list[SocketPort]) -> No
     assert read(second, 0, 1, 6) == b"friend"
 
 
-def test_hanging_up_ends_waits_at_both_ends(ports: list[SocketPort]) -> None:
+def test_closing_a_port_ends_waits_at_both_ends(ports: list[SocketPort]) -> None:
     first, second = ports
     first.sender(1, 0)((b"1",), 1)
     read(second, 0, 0, 1)
@@ -168,7 +168,7 @@ def test_strangers_that_leave_or_reset_are_forgotten(ports: list[SocketPort], st
     assert not second._greeting
 
 
-def test_of_silent_strangers_only_so_many_are_held(
+def test_the_number_of_open_connections_from_silent_strangers_is_limited(
     ports: list[SocketPort], strangers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest gives way."""
@@ -212,7 +212,7 @@ def test_the_listeners_of_a_process_share_one_limit(strangers: Any, monkeypatch:
     assert len(STRANGERS) == 0
 
 
-def test_a_wait_has_one_end_whoever_comes_meanwhile(ports: list[SocketPort], strangers: Any) -> None:
+def test_strangers_do_not_extend_the_timeout_of_a_wait(ports: list[SocketPort], strangers: Any) -> None:
     """Strangers that go on saying a little do not make it longer."""
     _, second = ports
     second._timeout_s, ended = 1.0, threading.Event()
@@ -254,7 +254,7 @@ def test_a_greeting_does_not_say_the_word_and_counts_once(ports: list[SocketPort
 
 
 @pytest.mark.parametrize("listener", range(2 if sys.platform == "linux" else 1))
-def test_who_came_first_is_heard_first(listener: int) -> None:
+def test_connections_are_accepted_in_the_order_in_which_they_came(listener: int) -> None:
     """A rank that has connected greets late. A stranger that came meanwhile repeats it, before anybody has looked."""
     port = SocketPort(distributed.HashStore(), 1, "127.0.0.1", 0.3)
     address, family = port._listeners[listener].getsockname(), port._listeners[listener].family
@@ -270,7 +270,7 @@ def test_who_came_first_is_heard_first(listener: int) -> None:
     port.close()
 
 
-def test_hanging_up_ends_strangers_too(ports: list[SocketPort], strangers: Any) -> None:
+def test_closing_a_port_closes_the_connections_of_strangers(ports: list[SocketPort], strangers: Any) -> None:
     first, second = ports
     come = strangers(second)
     for connection in come:
@@ -352,7 +352,7 @@ def test_another_user_of_the_machine_is_turned_away(ports: list[SocketPort]) -> 
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_where_another_user_listens_in_memory_the_network_is_taken(
+def test_ranks_connect_over_the_network_if_another_user_owns_the_local_socket(
     ports: list[SocketPort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_is_own_user", lambda connection: False)

@@ -188,7 +188,7 @@ def test_split_equals_whole_to_the_bit(case: str, checkpointed: bool) -> None:
 
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("case", CASES)
-def test_what_pays_is_left_to_w(case: str) -> None:
+def test_weight_gradients_are_deferred_to_w_if_that_pays(case: str) -> None:
     stage, module, given = make(case)
     stage.begin(StepData(0, 0, []))
     stage.forward(0, given[0], split=True)  # learnt from
@@ -210,7 +210,7 @@ def test_small_products_are_done_at_once() -> None:
 
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_nothing_runs_twice(checkpointed: bool) -> None:
+def test_a_split_backward_runs_no_layer_twice(checkpointed: bool) -> None:
     class Counted(nn.Linear):
         calls = 0
 

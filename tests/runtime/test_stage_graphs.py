@@ -57,7 +57,7 @@ def test_random_programs_in_process_have_the_right_gradients(executor: ThreadExe
         check(seed, graphs.by_executor(executor, graphs.program_of(seed), seed))
 
 
-def test_the_random_programs_are_of_all_sorts() -> None:
+def test_the_random_programs_cover_all_kinds_of_programs() -> None:
     programs = [graphs.program_of(seed) for seed in SEEDS]
     training = [program for program in programs if not program.forward_only]
     assert len(programs) - len(training) >= 12

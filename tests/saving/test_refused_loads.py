@@ -265,7 +265,7 @@ def test_a_thread_that_goes_on_after_a_rollback_is_undone_again() -> None:
     assert done == ["before", "a late change", "before"]
 
 
-def test_what_cannot_be_copied_does_not_keep_the_rest_from_coming_back() -> None:
+def test_a_value_that_cannot_be_copied_does_not_prevent_the_rollback_of_others() -> None:
     state, found = {"value": torch.zeros(2), "lock": threading.Lock()}, []
     rollback = Rollback()
     rollback.remember(lambda: state, found.append)

@@ -449,7 +449,7 @@ def test_optimizers_that_cannot_be_divided_or_are_foreign_are_refused(tmp_path: 
         pipe.save(tmp_path, optimizer=pipe.optimizers)
 
 
-def test_who_leaves_an_optimizer_out_is_warned(tmp_path: Path) -> None:
+def test_a_load_without_a_saved_optimizer_warns(tmp_path: Path) -> None:
     with piped() as pipe:
         optimizer = groups(pipe)
         scheduler = ExponentialLR(optimizer, 0.9)

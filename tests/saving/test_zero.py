@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from pipesched.saving.chunks import Chunk, Rows, fill, pieces
+from pipesched.saving.chunks import Chunk, Rows, covers_tensor, pieces
 from pipesched.saving.manifest import Manifest
 from tests.support.jobs import zero, zero_saving
 from tests.support.jobs.zero import Case
@@ -98,9 +98,9 @@ def test_chunks_are_checked_and_read_by_rows() -> None:
     def chunk(start: int, count: int, width: int = 3) -> Chunk:
         return Chunk(file=str(start), offsets=(start, 0), sizes=(count, width))
 
-    assert fill([chunk(0, 2), chunk(2, 4)], (6, 3))
+    assert covers_tensor([chunk(0, 2), chunk(2, 4)], (6, 3))
     for wrong in ([chunk(0, 2)], [chunk(0, 2), chunk(3, 3)], [chunk(0, 3), chunk(2, 4)], [chunk(0, 6, 2)]):
-        assert not fill(wrong, (6, 3))
+        assert not covers_tensor(wrong, (6, 3))
     own = [chunk(0, 2), chunk(2, 4)]
     assert list(pieces(own, None)) == [(own[0], None), (own[1], None)]
     assert list(pieces(own, Rows(1, 4))) == [(own[0], Rows(1, 2)), (own[1], Rows(0, 2))]

@@ -167,7 +167,7 @@ def test_a_missing_name_is_refused(name):
         Costs.from_dict(values)
 
 
-def test_what_may_be_left_out_takes_its_default():
+def test_missing_optional_costs_take_their_defaults():
     values = {"forward_s": [1, 2], "input_grad_s": [3, 4], "weight_grad_s": [5, 6]}
     assert Costs.from_dict(values) == Costs((1, 2), (3, 4), (5, 6))
 
@@ -182,6 +182,6 @@ def test_numbers_of_numpy_are_plain_ones():
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
-def test_links_are_links():
+def test_links_of_another_type_are_refused():
     with pytest.raises(ScheduleError, match=r"links= must be a pipesched\.Links"):
         Costs.uniform(2, links={})

@@ -8,7 +8,7 @@ from pipesched.program.placement import v
 from pipesched.simulation import exact_solver
 from pipesched.simulation.best_known import best_known
 from pipesched.simulation.bounds import lower_bound
-from pipesched.simulation.exact_solver import Solution, solve
+from pipesched.simulation.exact_solver import ProgramSolution, solve
 from pipesched.simulation.links import Links
 from pipesched.simulation.simulator import step_time
 
@@ -79,12 +79,12 @@ def test_the_best_known_program_keeps_the_limit():
     assert step_time(elsewhere, costs) == step_time(free, costs)
 
 
-def test_gaps():
+def test_a_solution_within_the_tolerance_of_its_bound_is_proved():
     program = schedules.get("1f1b").program(1, 1)
-    near = Solution(program=program, makespan_s=1.00005, bound_s=1.0, status="FEASIBLE")
+    near = ProgramSolution(program=program, makespan_s=1.00005, bound_s=1.0, status="FEASIBLE")
     assert near.proved
-    assert not Solution(program=program, makespan_s=1.1, bound_s=1.0, status="FEASIBLE").proved
-    none = Solution(program=None, makespan_s=None, bound_s=1.0, status="UNKNOWN")
+    assert not ProgramSolution(program=program, makespan_s=1.1, bound_s=1.0, status="FEASIBLE").proved
+    none = ProgramSolution(program=None, makespan_s=None, bound_s=1.0, status="UNKNOWN")
     assert (none.gap, none.proved) == (None, False)
 
 
@@ -98,7 +98,7 @@ def test_gaps():
         (Costs.uniform(2), {"max_in_flight": 0}, "max_in_flight allows 0"),
     ],
 )
-def test_what_it_cannot_solve_is_an_error(costs, options, said):
+def test_problems_that_the_solver_cannot_express_are_refused(costs, options, said):
     with pytest.raises(ScheduleError, match=said):
         solve(costs, 4, **options)
 

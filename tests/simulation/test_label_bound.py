@@ -103,7 +103,7 @@ def test_ranks_with_different_numbers_of_chunks():
     assert lower_bound(Costs.uniform(3), 3, placement=(0, 1, 0), max_in_flight=2) == 3 * 6 + 1
 
 
-def test_a_phase_between_two_chunks_by_hand():
+def test_a_path_between_two_chunks_bounds_the_step():
     """On rank 0 of a V of 2 ranks with 2 places, one micro-batch at a time is between its last F and its last I."""
     costs = Costs.uniform(4, forward_s=1, input_grad_s=10, weight_grad_s=0)
     way_back = 1 + 4 * 10

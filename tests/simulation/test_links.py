@@ -152,6 +152,6 @@ def test_a_dict_that_is_no_links_is_refused(values):
         Links.from_dict(values)
 
 
-def test_links_are_made_of_links():
+def test_a_link_of_another_type_is_refused():
     with pytest.raises(ScheduleError, match="a link must be a"):
         Links(special={(0, 1): 3})

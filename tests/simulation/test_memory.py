@@ -76,7 +76,7 @@ def test_beside_copies_to_the_host_at_most_one_message_more_waits(name):
     assert all(one.messages <= other.messages <= one.messages + 10 for one, other in zip(before, after, strict=True))
 
 
-def test_what_a_rank_gives_itself_waits_until_it_is_taken():
+def test_a_value_between_two_stages_of_a_rank_is_held_until_it_is_used():
     program = Program.parse("microbatches 2\nplacement 0 0\nrank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
     assert rank_memory(program, Costs.uniform(2, output_bytes=10))[0].messages == 10
 
@@ -101,7 +101,7 @@ def test_a_forward_that_keeps_but_its_input_needs_what_its_largest_layer_does():
     assert rank_memory(program, costs)[0].transients == 150
 
 
-def test_what_needs_less_than_its_input_needs_nothing_beside_it():
+def test_a_layer_that_works_in_place_needs_no_transient_memory():
     """As a layer that works in place."""
     assert dropping_bytes([LayerMemory(input_bytes=20, activation_bytes=0, forward_transient_bytes=0)]) == 0
 

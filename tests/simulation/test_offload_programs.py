@@ -31,7 +31,7 @@ def offloaded(name: str, num_ranks: int, num_microbatches: int, ahead: int = 1) 
     return add_offloading(program, set(range(program.num_stages)), ahead=ahead)
 
 
-def test_copies_stand_beside_what_hides_them() -> None:
+def test_copies_stand_next_to_the_computation_that_hides_them() -> None:
     program = add_offloading(schedules.get("gpipe").program(1, 4), {0})
     assert str(program).splitlines()[-1] == (
         "rank 0: 0F0 0OFFLOAD0 0F1 0FREE0 0OFFLOAD1 0F2 0FREE1 0FETCH0 0F3 0FETCH1 0B0 0B1 0B2 0B3".replace(
@@ -93,7 +93,7 @@ def test_a_slow_link_makes_the_rank_wait_and_its_copies_follow_each_other() -> N
     assert trace.busy_s == (12,)
 
 
-def test_what_would_come_back_at_once_or_is_recomputed_stays() -> None:
+def test_activations_that_are_used_at_once_or_recomputed_are_not_offloaded() -> None:
     assert not offloaded("1f1b", 2, 8).index.has(*COPIES)
     program = schedules.get("gpipe").program(2, 4)
     again = add_recompute(program, "always")
@@ -124,7 +124,7 @@ def test_copies_that_do_not_fit_together_are_errors(order: str, match: str) -> N
             run_fake(program)
 
 
-def test_what_goes_to_the_host_is_what_no_neighbour_holds() -> None:
+def test_only_tensors_that_no_neighbouring_layer_holds_are_offloaded() -> None:
     memory = LayerMemory(input_bytes=10, output_bytes=10, activation_bytes=50, kept_input_bytes=10, kept_output_bytes=5)
     layer = LayerCosts(forward_s=1, backward_s=2, input_grad_s=1, weight_grad_s=1, memory=memory)
     going = layer.treated("offload")
@@ -187,11 +187,11 @@ def test_copies_come_after_what_made_their_memory_and_before_what_uses_it_again(
 
 def test_copies_go_with_the_last_cut_and_programs_are_made_again_only_where_it_differs() -> None:
     programs = ProgramFactory(PlanRequest(schedule="gpipe", num_microbatches=4, checkpoint={"a": "offload"}), 2)
-    without = programs.of(4).timed
+    without = programs.of(4).without_messages
     programs.connect([(0, 1)], [["a"], ["b"]])
-    copying = programs.of(4).timed
+    copying = programs.of(4).without_messages
     assert copying == add_offloading(without, {0}) != without
     programs.connect([(0, 1)], [["a"], ["b"]])
-    assert programs.of(4).timed is copying
+    assert programs.of(4).without_messages is copying
     programs.connect([(0, 1)], [["b"], ["c"]])
-    assert programs.of(4).timed == without
+    assert programs.of(4).without_messages == without

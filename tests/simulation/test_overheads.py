@@ -73,7 +73,7 @@ def test_ranks_that_compute_at_once_hinder_each_other_as_long_as_they_do():
     assert found == pytest.approx({"0F0": 3, "0F1": 5.5, "1F0": 4.5}, rel=1e-3)
 
 
-def test_who_waits_hinders_nobody_and_is_hindered_where_it_computes():
+def test_a_waiting_layer_slows_no_other_rank_and_is_slowed_only_while_it_computes():
     crowding = Overheads(crowding=(1, 2))
     waits = Costs((4, 4), (0, 0), (0, 0), waiting_s=(0, 4), overheads=crowding)
     assert ends(aside(2), waits) == {"0F0": 4, "1F0": 4}
@@ -84,7 +84,7 @@ def test_who_waits_hinders_nobody_and_is_hindered_where_it_computes():
     assert Costs((1,), (1,), (1,), (2,), waiting_s=(1.5,)).shares == (0.5,)
 
 
-def test_who_waits_wakes_late():
+def test_an_action_that_waits_ends_later_by_the_waking_time():
     costs = Costs((4, 4), (0, 0), (4, 4), waiting_s=(8, 2), overheads=Overheads(1, waking_s=2))
     assert ends(aside(2), costs) == {"0F0": 7, "1F0": 5.5}
 
@@ -175,7 +175,7 @@ def test_layers_that_hinder_each_other_more_than_others_do_add_to_what_their_mac
     assert profile(Machine(), crowded_s=2).costs([["a", "b"]], 2).overheads is None
 
 
-def test_what_ranks_are_known_to_hinder_each_other_is_never_less():
+def test_measured_crowding_never_lowers_the_known_crowding():
     known = Overheads(crowding=(1, 1.3, 1.4))
     assert known.beside(1.1).crowding == (1, 1.3, 1.4)
     assert known.beside(1.25).crowding == (1, 1.3, 1.5)

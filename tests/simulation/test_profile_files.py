@@ -83,7 +83,7 @@ def skipping() -> Profile:
     return Profile({2: graph})
 
 
-def test_what_crosses_goes_from_user_to_user() -> None:
+def test_a_tensor_is_sent_from_each_user_to_the_next() -> None:
     found = skipping().costs([["a"], ["b"], ["c"], ["d"]], 2)
     assert found.forward_s == (1, 2, 3, 4)
     assert found.input_bytes == (1, 100, 110, 101)
@@ -224,12 +224,12 @@ def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @given(st.floats(0, 10), st.floats(0.1, 10), st.integers(1, 100))
-def test_what_lies_on_a_line_is_found_on_it(fixed: float, each: float, rows: int) -> None:
+def test_costs_that_are_linear_in_rows_are_interpolated_exactly(fixed: float, each: float, rows: int) -> None:
     sizes = [2, 4, 8, 16]
     assert figure_at(sizes, [fixed + each * size for size in sizes], rows) == pytest.approx(fixed + each * rows)
 
 
-def test_a_noisy_line_is_taken_for_one_and_a_bend_for_none() -> None:
+def test_noisy_linear_costs_are_fitted_and_bent_ones_interpolated() -> None:
     sizes = [2, 4, 8, 16, 32]
     noisy = [2.2, 3.7, 8.6, 15.2, 33.0]
     assert figure_at(sizes, noisy, 6) == pytest.approx(6, rel=0.03)

@@ -161,10 +161,10 @@ def digest(case: Case) -> str:
         programs = [str(program) for program in _programs(full)]
     except ScheduleError as error:
         return f"refused: {str(error)[:50]}"
-    timed = full.timed
-    costs = case.costs(timed)
+    without_messages = full.without_messages
+    costs = case.costs(without_messages)
     replicas = None if case.replication is None else case.replication.buffers(costs)
-    memories = rank_memory(timed, costs, replicas=replicas)
+    memories = rank_memory(without_messages, costs, replicas=replicas)
     makespan_s = simulate(full.training, costs).makespan_s
     texts = [*programs, str(makespan_s), *(str(memory.total_bytes) for memory in memories)]
     return blake2b("\n\n".join(texts).encode(), digest_size=8).hexdigest()

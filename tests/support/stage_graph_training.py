@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Program
-from pipesched.capture.stage_body import Chain, Head
+from pipesched.capture.stage_body import Head, LayerChain
 from pipesched.program.lowering import lower
 from pipesched.program.validation import validate
 from pipesched.runtime.connected_rank import ConnectedRank
@@ -149,7 +149,7 @@ def by_hand(program: Program, seed: int) -> Result:
     return found | state_of(stages)
 
 
-class Each(Chain):
+class Each(LayerChain):
     """A chain of layers that returns a separate copy of its output for each stage that uses the output."""
 
     def __init__(self, layers: dict[str, nn.Module], num_takers: int) -> None:

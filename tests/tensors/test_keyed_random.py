@@ -35,7 +35,7 @@ def dropped():
 
 
 @pytest.mark.parametrize("function", [dropped, lambda: torch.rand(64)], ids=["dropout", "rand"])
-def test_the_same_place_draws_the_same_numbers(function):
+def test_the_same_key_draws_the_same_numbers(function):
     first = draw(function)
     torch.manual_seed(99)
     assert torch.equal(draw(function), first)
@@ -43,7 +43,7 @@ def test_the_same_place_draws_the_same_numbers(function):
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"step": 1}, {"microbatch": 1}, {"layer": "other"}, {"call": 1}])
 @pytest.mark.parametrize("function", [dropped, lambda: torch.rand(64)], ids=["dropout", "rand"])
-def test_another_place_draws_other_numbers(function, other):
+def test_another_key_draws_other_numbers(function, other):
     assert not torch.equal(draw(function, **other), draw(function))
 
 
@@ -228,7 +228,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_calls_that_drop_nothing_are_no_draws(name):
+def test_a_dropout_that_drops_nothing_draws_no_numbers(name):
     """They take no lock, do not shift what is drawn behind them, and may run during a backward."""
     expected = draw(lambda: torch.rand(3))
     assert torch.equal(draw(lambda: (QUIET[name](), torch.rand(3))[1]), expected)

@@ -8,6 +8,6 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_of_a_sharded_tensor_only_the_shard_is_counted(ranks: Ranks) -> None:
+def test_only_the_shard_of_a_sharded_tensor_is_counted(ranks: Ranks) -> None:
     shard = 8 * 4 * 4 // 2
     assert ranks.run(2, jobs.counts_shards) == [(shard, 2 * shard)] * 2

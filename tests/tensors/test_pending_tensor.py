@@ -54,7 +54,7 @@ def came(counted):
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_any_use_waits_once_and_does_what_it_does_with_a_plain_tensor(use, inference):
+def test_each_use_of_a_pending_tensor_waits_once_and_gives_the_plain_result(use, inference):
     waits = []
     tensor = pending(lambda: came(waits))
     assert isinstance(tensor, torch.Tensor)
@@ -76,7 +76,7 @@ def test_operations_in_place_change_the_tensor_itself():
     assert float(tensor) == 2.25
 
 
-def test_a_collective_is_a_use(tmp_path):
+def test_a_collective_waits_for_a_pending_tensor(tmp_path):
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -87,14 +87,14 @@ def test_a_collective_is_a_use(tmp_path):
         distributed.destroy_process_group()
 
 
-def test_what_the_wait_raises_is_raised_at_every_use():
+def test_an_exception_of_the_wait_is_raised_at_every_use():
     tensor = pending(lambda: torch.tensor(1 / 0))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             float(tensor)
 
 
-def test_keeping_it_is_no_use():
+def test_a_pending_tensor_in_a_container_does_not_wait():
     waits = []
     tensors = {"loss": pending(lambda: came(waits))}
     assert [tensors["loss"]] in [[tensors["loss"]]]

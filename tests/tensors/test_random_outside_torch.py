@@ -92,7 +92,7 @@ def test_a_capture_and_a_measurement_leave_the_generators_as_they_were() -> None
     assert outside_state() == before
 
 
-def test_of_a_row_which_is_not_captured_a_warning_names_the_layer() -> None:
+def test_a_warning_names_the_layer_of_a_sequential_that_draws_random_numbers_outside_torch() -> None:
     row = nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 6))
     with Pipeline(row, ROWS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b") as pipe:
         pipe.eval()

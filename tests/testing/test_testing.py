@@ -96,7 +96,7 @@ def test_a_function_of_all_ranks_returns_their_orders() -> None:
         check_schedule(lambda shape: None)
 
 
-def test_what_is_reported_was_proved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_schedule_reports_only_shapes_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
     def alone(rank: int, shape: Shape) -> Order:
         assert shape.num_ranks == 1
         order = Order(shape)

@@ -88,7 +88,7 @@ def test_title_and_axis_tell_the_figures():
     assert legend(ax) == ["forward (F)", "backward (B)", "bubble"]
 
 
-def test_times_start_at_0_whatever_the_clock():
+def test_drawn_times_start_at_0():
     bars = drawn_bars(viz.plot_timeline(measured(trace_of("1f1b"))))["work"]
     assert min(start for _, _, start, _, _ in bars) == 0
     assert max(end for _, _, _, end, _ in bars) == pytest.approx(33 * 1.1)
@@ -172,7 +172,7 @@ def test_drawn_numbers_stay_inside_their_bars(name, num_microbatches, inches):
         assert abs(box.height) < 1
 
 
-def test_a_given_axes_is_drawn_on_and_returned():
+def test_plots_draw_on_given_axes_and_return_them():
     figure = Figure()
     left, right = figure.subplots(1, 2)
     assert viz.plot_timeline(trace_of("1f1b"), left) is left
@@ -415,7 +415,7 @@ def test_a_text_column_shows_what_runs_at_its_middle():
                 assert ([letter] if letter != "." else []) == running, (rank, column)
 
 
-def test_units():
+def test_times_and_sizes_are_written_with_units():
     times = [quote_time(value) for value in (0, 90, 1, 0.999, 0.0015, 2.5e-6, 3e-9)]
     assert times == ["0 s", "90 s", "1 s", "999 ms", "1.5 ms", "2.5 us", "0.003 us"]
     assert [quote_bytes(value) for value in (999, 1000, 1023 * 2**10)] == ["999 B", "1000 B", "1023 KiB"]
@@ -446,7 +446,7 @@ def test_a_ratio_is_said_in_one_way():
     ]
 
 
-def test_headline():
+def test_the_headline_has_makespan_bubble_gap_and_peak():
     assert (
         headline(trace_of("1f1b"), "predicted")
         == "predicted: makespan 33 s, bubble 27.3%, 22.2% above the bound, peak in flight 4"

@@ -7,7 +7,7 @@ from torch import nn
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import GraphError
-from pipesched.profiling.recompute_refusals import Trial, faults, trials
+from pipesched.profiling.recompute_refusals import RecomputeTrial, faults, trials
 from pipesched.runtime.stage.recompute_trial import RecomputeWord, fault_of_recompute, keeps_state
 
 __all__ = ["check_recomputed", "check_stateless", "faults_of_recomputed"]
@@ -76,7 +76,7 @@ def check_stateless(
             )
 
 
-def _remedy(trial: Trial, word: RecomputeWord) -> str:
+def _remedy(trial: RecomputeTrial, word: RecomputeWord) -> str:
     if word == "always":
         return "use checkpoint='never', or name the layers to recompute in checkpoint="
     if word != "recompute" and not fault_of_recompute(trial.layer, *trial.given, "recompute", trial.device):

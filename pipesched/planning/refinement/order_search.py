@@ -15,7 +15,7 @@ from pipesched import schedules
 from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.planning.effort import Effort
+from pipesched.planning.effort import SearchEffort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import searched_before
 from pipesched.planning.recomputation_choice import RecomputationChooser
@@ -80,7 +80,7 @@ class OrderSearch:
     """
 
     def __init__(
-        self, chooser: RecomputationChooser, effort: Effort, bound_s: Callable[[EvaluatedCandidate], float]
+        self, chooser: RecomputationChooser, effort: SearchEffort, bound_s: Callable[[EvaluatedCandidate], float]
     ) -> None:
         self._chooser = chooser
         self._effort = effort

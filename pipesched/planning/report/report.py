@@ -20,7 +20,7 @@ from pipesched.simulation.trace import Trace, check_trace, chrome_json
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.image import image_html
 from pipesched.viz.page import html_page
-from pipesched.viz.sheet import Candidate, plot_report
+from pipesched.viz.sheet import CandidateBar, plot_report
 from pipesched.viz.tables import KeyFigure, Table, rich_table, text_table
 from pipesched.viz.text import text_timeline
 from pipesched.whole_files import write_whole
@@ -174,9 +174,9 @@ _TEXTS: dict[str, Callable[[Report], str]] = {
 }
 
 
-def _bar(other: Alternative) -> Candidate:
+def _bar(other: Alternative) -> CandidateBar:
     measured = [f"measured {quote_time(other.measured_s)}"] if other.measured_s is not None else []
     memory = [quote_bytes(other.peak_bytes, 4)] if other.peak_bytes is not None else []
     words = [f"bubble {other.bubble_ratio:.1%}", *memory, *measured, *([other.note] if other.note else [])]
     label = other.label if other.schedule in other.label else f"{other.label}, {other.schedule}"
-    return Candidate(label=label, seconds=other.step_s, note=", ".join(words), taken=not other.note, fits=other.fits)
+    return CandidateBar(label=label, seconds=other.step_s, note=", ".join(words), taken=not other.note, fits=other.fits)

@@ -48,7 +48,7 @@ def repeated(
         ScheduleError: a pass of the block comes before a pass that it needs, or the block exceeds ``max_in_flight``.
 
     """
-    ranks = [_Rank(shape, rank, block, interval, max_in_flight) for rank in range(shape.num_ranks)]
+    ranks = [_BlockRank(shape, rank, block, interval, max_in_flight) for rank in range(shape.num_ranks)]
     ended: Ended = set()
     while left := sum(rank.left for rank in ranks):
         ended |= {run for rank in ranks if (run := rank.run_slot(ended, early_forwards))}
@@ -61,7 +61,7 @@ def repeated(
     return [rank.order for rank in ranks]
 
 
-class _Rank:
+class _BlockRank:
     """One rank: its remaining passes, sorted by their slots in the repeated blocks, and the order written so far."""
 
     def __init__(

@@ -67,12 +67,12 @@ def backward_first(
     runs = []
     for window in sorted({min(max(1, window), shape.num_microbatches) for window in windows}):
         clock = _Clock(shape)
-        ranks = [_Rank(clock, rank, max_in_flight, window) for rank in range(shape.num_ranks)]
+        ranks = [_ListRank(clock, rank, max_in_flight, window) for rank in range(shape.num_ranks)]
         runs.append((_run(clock, ranks, forward_time, backward_time), [rank.order for rank in ranks]))
     return min(runs, key=itemgetter(0))[1]
 
 
-def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time: int) -> int:
+def _run(clock: "_Clock", ranks: list["_ListRank"], forward_time: int, backward_time: int) -> int:
     """Run all ranks to the end, and return the makespan."""
     left = 2 * clock.shape.num_stages * clock.shape.num_microbatches
     while left:
@@ -119,7 +119,7 @@ class _Clock:
         )
 
 
-class _Rank:
+class _ListRank:
     """One rank: the order written so far, and the time at which the rank becomes free."""
 
     def __init__(self, clock: _Clock, rank: int, max_in_flight: int, window: int) -> None:

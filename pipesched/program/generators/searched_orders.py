@@ -17,7 +17,7 @@ from pipesched.checks import is_count, is_whole, shown
 from pipesched.errors import MemoryLimitError, ScheduleError
 from pipesched.program.action_arrays import CODES
 from pipesched.program.actions import Kind
-from pipesched.program.generators.zero_bubble import StageTimes
+from pipesched.program.generators.zero_bubble import ActionCosts
 from pipesched.program.liveness import peak_in_flight, rank_limits
 from pipesched.program.order import Order, Schedule, Shape
 from pipesched.program.program import Program
@@ -28,7 +28,7 @@ from pipesched.program.search.problem import (
     KINDS,
     ROUNDS,
     WEIGHT_GRAD,
-    Problem,
+    OrderProblem,
     Resource,
     num_evaluated,
 )
@@ -53,7 +53,7 @@ _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BA
 _WRITE: tuple[Callable[[Order, int], None], ...] = (Order.F, Order.I, Order.W, Order.B)
 
 
-class _Links(Protocol):
+class _LinkTimes(Protocol):
     """The links between ranks, as in ``pipesched.simulation.links``."""
 
     def latencies(self, senders: Any, receivers: Any) -> Any:
@@ -63,7 +63,7 @@ class _Links(Protocol):
         """Return the time for which each message occupies its link, in seconds."""
 
 
-class StageCosts(StageTimes, Protocol):
+class StageCosts(ActionCosts, Protocol):
     """The attributes of ``pipesched.Costs`` that the search reads: seconds and bytes of each stage."""
 
     @property
@@ -71,7 +71,7 @@ class StageCosts(StageTimes, Protocol):
         """The seconds that a full backward (B) takes on each stage."""
 
     @property
-    def links(self) -> _Links | None:
+    def links(self) -> _LinkTimes | None:
         """The links between ranks, or None."""
 
     @property
@@ -190,7 +190,7 @@ def shortened_orders(shape: Shape, found: Program) -> list[Order]:
     return [_order(shape, codes) for codes in _codes(kept)]
 
 
-class _Equal:
+class _EqualCosts:
     """The default costs: each F, I and W takes the same time, and messages take no time."""
 
     def __init__(self, num_stages: int) -> None:
@@ -202,13 +202,13 @@ class _Equal:
         self.output_bytes = self.activation_bytes = self.weight_grad_bytes = (0,) * num_stages
 
 
-_FIELDS = tuple(vars(_Equal(1)))
+_FIELDS = tuple(vars(_EqualCosts(1)))
 
 
 def _of_each_microbatch(shape: Shape, costs: Any) -> list[StageCosts]:
     """Return the costs of each micro-batch. Raises ScheduleError for costs that do not fit the shape."""
     if costs is None:
-        costs = _Equal(shape.num_stages)
+        costs = _EqualCosts(shape.num_stages)
     several = isinstance(costs, Sequence) and not isinstance(costs, str)
     of_each = list(costs) if several else [costs] * shape.num_microbatches
     if len(of_each) != shape.num_microbatches:
@@ -229,7 +229,7 @@ def _of_each_microbatch(shape: Shape, costs: Any) -> list[StageCosts]:
     return of_each
 
 
-def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Resource]) -> Problem:
+def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Resource]) -> OrderProblem:
     """Return the search problem, with all times as integer multiples of a common unit."""
     names = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
     times = [[[getattr(own, name)[stage] for own in of_each] for stage in range(shape.num_stages)] for name in names]
@@ -241,7 +241,7 @@ def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Re
     unit = _unit(numbers)
     rounded = {number: round(number * unit) for number in numbers}
     whole = [[[rounded[number] for number in row] for row in table] for table in tables]
-    return Problem(
+    return OrderProblem(
         num_ranks=shape.num_ranks,
         placement=shape.placement,
         num_microbatches=shape.num_microbatches,

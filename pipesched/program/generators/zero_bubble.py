@@ -14,10 +14,10 @@ from pipesched.errors import ScheduleError
 from pipesched.program.order import Order, Shape
 from pipesched.units import counted
 
-__all__ = ["StageTimes", "zero_bubble"]
+__all__ = ["ActionCosts", "zero_bubble"]
 
 
-class StageTimes(Protocol):
+class ActionCosts(Protocol):
     """The attributes of ``pipesched.Costs`` that the heuristic reads. All times are in seconds."""
 
     @property
@@ -41,7 +41,7 @@ class StageTimes(Protocol):
         """The seconds that a message between neighbouring ranks takes."""
 
 
-class _Equal(NamedTuple):
+class _UnitCosts(NamedTuple):
     """The default costs: 1 s for every action, and 0 s for every message."""
 
     num_stages: int
@@ -60,7 +60,7 @@ class Switches(NamedTuple):
 
 
 def zero_bubble(
-    shape: Shape, costs: StageTimes | None, *, max_in_flight: int | None, weight_grad_share: float
+    shape: Shape, costs: ActionCosts | None, *, max_in_flight: int | None, weight_grad_share: float
 ) -> list[Order]:
     """Write the orders with the shortest span that the heuristic finds, for one stage per rank.
 
@@ -79,7 +79,7 @@ def zero_bubble(
     """
     if costs is None:
         ones = [1.0] * shape.num_stages
-        costs = _Equal(shape.num_stages, forward_s=ones, input_grad_s=ones, weight_grad_s=ones)
+        costs = _UnitCosts(shape.num_stages, forward_s=ones, input_grad_s=ones, weight_grad_s=ones)
     limit = shape.num_ranks if max_in_flight is None else max_in_flight
     _check(shape, costs, limit, weight_grad_share)
     choices: list[Switches | None] = [Switches(*values) for values in product((False, True), repeat=3)]
@@ -90,8 +90,8 @@ def zero_bubble(
     return [rank.order(shape) for rank in best.ranks]
 
 
-def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
-    if not all(hasattr(costs, name) for name in _Equal._fields):
+def _check(shape: Shape, costs: ActionCosts, limit: int, share: float) -> None:
+    if not all(hasattr(costs, name) for name in _UnitCosts._fields):
         raise ScheduleError(
             f"costs= must be a pipesched.Costs with one number for each stage; got {costs!r}; pass Costs(...)"
         )
@@ -109,10 +109,10 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
         )
 
 
-class _Rank:
+class _OneStageRank:
     """One rank with one stage: the actions that have run, and the times of these actions."""
 
-    def __init__(self, stage: int, costs: StageTimes, share: float) -> None:
+    def __init__(self, stage: int, costs: ActionCosts, share: float) -> None:
         self.stage = stage
         self.forward_s = costs.forward_s[stage]
         self.input_grad_s = costs.input_grad_s[stage]
@@ -172,8 +172,8 @@ class _Rank:
 class _Pipeline:
     """The orders of all ranks, written by the heuristic; if ``switches`` is None, the orders of ZB-H1."""
 
-    def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
-        self.ranks = [_Rank(stage, costs, share) for stage in range(shape.num_stages)]
+    def __init__(self, shape: Shape, costs: ActionCosts, limit: int, share: float, switches: Switches | None) -> None:
+        self.ranks = [_OneStageRank(stage, costs, share) for stage in range(shape.num_stages)]
         self._transfer_s = costs.transfer_s
         self._m = shape.num_microbatches
         self._limit = limit
@@ -226,19 +226,19 @@ class _Pipeline:
                 if rank.forwards < self._m:
                     rank.run_forward(self._forward_ready_s(rank))
 
-    def _forward_ready_s(self, rank: _Rank) -> float:
+    def _forward_ready_s(self, rank: _OneStageRank) -> float:
         """Return the time in seconds at which the input of the rank's next forward is ready."""
         if rank.stage == 0:
             return 0
         return self.ranks[rank.stage - 1].forward_ends[rank.forwards] + self._transfer_s
 
-    def _input_grad_ready_s(self, rank: _Rank) -> float:
+    def _input_grad_ready_s(self, rank: _OneStageRank) -> float:
         """Return the time in seconds at which the output gradient for the rank's next input gradient is ready."""
         if rank is self.ranks[-1]:
             return rank.forward_ends[rank.input_grads]
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s
 
-    def _warm_up(self, rank: _Rank, switches: Switches) -> None:
+    def _warm_up(self, rank: _OneStageRank, switches: Switches) -> None:
         """Run forwards until the first input gradient can start.
 
         The rank runs fewer forwards than the previous rank, unless the later ranks need more, and never exceeds the
@@ -271,17 +271,17 @@ class _Pipeline:
             wanted = rank.forwards + (rank.stage in needed) + 1
         return needed
 
-    def _run_optional_forward(self, rank: _Rank, input_grad_ready_s: float, switches: Switches) -> None:
+    def _run_optional_forward(self, rank: _OneStageRank, input_grad_ready_s: float, switches: Switches) -> None:
         """Run a forward before it is needed, unless that delays an input gradient and ``input_grad_first`` is set."""
         if rank.forwards < self._m and self._has_input(rank):
             end_s = max(rank.end_s, self._forward_ready_s(rank)) + rank.forward_s
             if end_s <= input_grad_ready_s or not switches.input_grad_first:
                 self._run_forward(rank, switches)
 
-    def _has_input(self, rank: _Rank) -> bool:
+    def _has_input(self, rank: _OneStageRank) -> bool:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
-    def _run_forward(self, rank: _Rank, switches: Switches) -> None:
+    def _run_forward(self, rank: _OneStageRank, switches: Switches) -> None:
         """Run a forward if the memory limit allows it. If memory is full, run weight gradients first."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
@@ -291,7 +291,7 @@ class _Pipeline:
         self._fill(rank, ready_s, switches)
         rank.run_forward(ready_s)
 
-    def _fill(self, rank: _Rank, ready_s: float, switches: Switches) -> None:
+    def _fill(self, rank: _OneStageRank, ready_s: float, switches: Switches) -> None:
         """Run weight gradients until ``ready_s``.
 
         A weight gradient that would end after ``ready_s`` runs only if ``fill_every_gap`` is set, or if this rank would

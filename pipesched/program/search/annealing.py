@@ -7,12 +7,12 @@ import math
 from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks, copy, evaluate, hold, sequences
+from pipesched.program.search.evaluation import UNFIT, RunTimes, Sequences, copy, evaluate, hold, run_times, sequences
 from pipesched.program.search.moves import fuse, rotate, shift, split
 from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, Tables
 from pipesched.program.search.random_numbers import draw, start, state
 
-__all__ = ["DRAWS", "Annealer", "Cooling", "Run", "distance_of", "rise", "run_of"]
+__all__ = ["DRAWS", "Annealer", "AnnealingRun", "Cooling", "distance_of", "rise", "run_of"]
 
 #: The number of random values that ``rise`` tells apart.
 DRAWS = 1024
@@ -34,10 +34,10 @@ class Cooling(NamedTuple):
     steps: int
 
 
-class _Memory(NamedTuple):
+class _AnnealingBuffers(NamedTuple):
     """The preallocated buffers of an annealing run."""
 
-    clocks: Clocks
+    times: RunTimes
     #: The order of one rank before a fusion or a split.
     kept: Whole
     #: The state of the random number generator.
@@ -54,7 +54,7 @@ class Annealer:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._memory = _Memory(clocks(tables), whole([0] * len(tables.rank_of_slot)), state())
+        self._memory = _AnnealingBuffers(run_times(tables), whole([0] * len(tables.rank_of_slot)), state())
         self._current = sequences(tables)
 
     def run(self, best: Sequences, makespan: int, cooling: Cooling, *, goal: int, seed: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Annealer:
         return int(found), int(ran)
 
 
-class Run(NamedTuple):
+class AnnealingRun(NamedTuple):
     """The parameters of an annealing run."""
 
     makespan: int
@@ -91,23 +91,25 @@ class Run(NamedTuple):
     patience: Whole
 
 
-def run_of(orders: Sequences, makespan: int, cooling: Cooling, goal: int) -> Run:
+def run_of(orders: Sequences, makespan: int, cooling: Cooling, goal: int) -> AnnealingRun:
     """Return the parameters of a run that starts from the given orders."""
     mean = max(1, sum(map(int, orders.busy))) / max(1, sum(map(int, orders.lengths)))
     ratio = cooling.cold / cooling.hot
     heats = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
     heat = whole(round(value * 256) for value in heats)
-    return Run(makespan, goal, max(1, cooling.steps // _STAGES), heat, whole(_PATIENCE))
+    return AnnealingRun(makespan, goal, max(1, cooling.steps // _STAGES), heat, whole(_PATIENCE))
 
 
 @compiled
-def rise(run: Run, heat: int, bits: int) -> int:
+def rise(run: AnnealingRun, heat: int, bits: int) -> int:
     """Return the time by which a change may make the makespan longer, from random bits."""
     return heat * run.patience[bits % DRAWS] >> 24
 
 
 @compiled
-def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences, run: Run) -> tuple[int, int]:
+def _anneal(
+    tables: Tables, memory: _AnnealingBuffers, orders: Sequences, best: Sequences, run: AnnealingRun
+) -> tuple[int, int]:
     random = memory.random
     slots = len(tables.rank_of_slot)
     current = run.makespan
@@ -152,7 +154,7 @@ def distance_of(bits: int, far: int) -> int:
 
 
 @compiled
-def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
+def _shifted(tables: Tables, memory: _AnnealingBuffers, orders: Sequences, slot: int, most: int, bits: int) -> int:
     """Move the action in a slot by a random distance, and return the makespan of the new orders.
 
     With a probability of 25 %, also move the action of the same kind and micro-batch on the next or previous stage by
@@ -169,7 +171,7 @@ def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most
     also_to = also
     if also >= 0:
         also_to = shift(tables, orders, tables.rank_of_slot[also], also, distance)
-    makespan = evaluate(tables, memory.clocks, orders, most)
+    makespan = evaluate(tables, memory.times, orders, most)
     if makespan == UNFIT:
         _unshift(tables, orders, also, also_to)
         _unshift(tables, orders, slot, to)
@@ -205,7 +207,7 @@ def _neighbour(tables: Tables, orders: Sequences, code: int, later: bool) -> int
 
 
 @compiled
-def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
+def _recombined(tables: Tables, memory: _AnnealingBuffers, orders: Sequences, slot: int, most: int, bits: int) -> int:
     """Replace an I and a W by a B, or a B by an I and a W, and return the makespan of the new orders.
 
     If this is not possible, or if the new orders exceed a limit, deadlock or take longer than ``most``, leave the
@@ -223,7 +225,7 @@ def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, m
         return UNFIT
     makespan = UNFIT
     if not tables.num_resources or hold(tables, orders, rank, begin, begin + orders.lengths[rank]):
-        makespan = evaluate(tables, memory.clocks, orders, most)
+        makespan = evaluate(tables, memory.times, orders, most)
     if makespan == UNFIT:
         for kept in range(begin, begin + length):
             orders.slots[kept] = memory.kept[kept]

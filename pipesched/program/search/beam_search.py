@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import Sequences
-from pipesched.program.search.list_orders import Progress, progress_of, reset
+from pipesched.program.search.list_orders import OrderProgress, progress_of, reset
 from pipesched.program.search.partial_orders import (
     Ends,
     append,
@@ -22,7 +22,7 @@ from pipesched.program.search.partial_orders import (
     size_of,
     store,
 )
-from pipesched.program.search.problem import KINDS, Problem, Tables
+from pipesched.program.search.problem import KINDS, OrderProblem, Tables
 
 __all__ = ["BeamSearch"]
 
@@ -125,7 +125,7 @@ class BeamSearch:
 
     """
 
-    def __init__(self, problem: Problem, width: int) -> None:
+    def __init__(self, problem: OrderProblem, width: int) -> None:
         self._tables = problem.tables
         self._ends = ends_of(problem)
         self._progress = progress_of(self._tables)
@@ -139,7 +139,7 @@ class BeamSearch:
 
 @compiled
 def _search(
-    tables: Tables, ends: Ends, progress: Progress, beam: _Beam, orders: Sequences, most: int
+    tables: Tables, ends: Ends, progress: OrderProgress, beam: _Beam, orders: Sequences, most: int
 ) -> tuple[bool, int, bool]:
     """Write the best orders to ``orders``, and return the fields of a `BeamResult`."""
     reset(tables, progress)
@@ -171,7 +171,7 @@ def _entry(width: int, length: int, number: int) -> int:
 
 
 @compiled
-def _add_candidates(tables: Tables, ends: Ends, progress: Progress, beam: _Beam, length: int) -> int:
+def _add_candidates(tables: Tables, ends: Ends, progress: OrderProgress, beam: _Beam, length: int) -> int:
     """Write all continuations of the partial orders of this length to ``beam.candidates``. Return their number."""
     candidates = beam.candidates
     count = 0
@@ -196,7 +196,7 @@ def _add_candidates(tables: Tables, ends: Ends, progress: Progress, beam: _Beam,
 
 
 @compiled
-def _extend(tables: Tables, progress: Progress, beam: _Beam, length: int, candidate: int) -> None:
+def _extend(tables: Tables, progress: OrderProgress, beam: _Beam, length: int, candidate: int) -> None:
     """Set ``progress`` to the partial order of a candidate."""
     load(progress, beam.states, _place(beam, length, beam.candidates.parent[candidate]))
     code = beam.candidates.code[candidate]
@@ -205,7 +205,9 @@ def _extend(tables: Tables, progress: Progress, beam: _Beam, length: int, candid
 
 
 @compiled
-def _keep_best(tables: Tables, ends: Ends, progress: Progress, beam: _Beam, length: int, count: int, most: int) -> bool:
+def _keep_best(
+    tables: Tables, ends: Ends, progress: OrderProgress, beam: _Beam, length: int, count: int, most: int
+) -> bool:
     """Keep the best of ``count`` candidates. Return whether any were discarded because the beam is full."""
     candidates = beam.candidates
     kept = beam.kept

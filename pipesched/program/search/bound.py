@@ -12,13 +12,13 @@ Two bounds are computed for every rank, and the maximum over all ranks is used.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, OrderProblem
 from pipesched.program.search.stage_times import chain_times
 
 __all__ = ["lower_bound", "ranks_that_must_fuse"]
 
 
-def lower_bound(problem: Problem) -> int:
+def lower_bound(problem: OrderProblem) -> int:
     """Return a lower bound on the makespan of any orders."""
     stages = _Stages(problem)
     bounds = [stages.one_machine(chunks) for chunks in problem.chunks if chunks]
@@ -30,7 +30,7 @@ def lower_bound(problem: Problem) -> int:
     return int(max(bounds))
 
 
-def ranks_that_must_fuse(problem: Problem, makespan: int) -> list[bool]:
+def ranks_that_must_fuse(problem: OrderProblem, makespan: int) -> list[bool]:
     """Return, for each rank, whether it must run a B to finish within ``makespan``.
 
     This is the case if the rank's lower bound exceeds ``makespan`` when the rank runs an I and a W instead of each B.
@@ -46,7 +46,7 @@ def ranks_that_must_fuse(problem: Problem, makespan: int) -> list[bool]:
 class _Stages:
     """The earliest starts and the shortest remaining times of the stages' actions, over all micro-batches."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderProblem) -> None:
         self._times = [[list(row) for row in rows] for rows in problem.times]
         self._count = problem.num_microbatches
         self._shortest = [[min(row) for row in rows] for rows in problem.times]
@@ -56,17 +56,17 @@ class _Stages:
 
     def one_machine(self, chunks: tuple[int, ...]) -> float:
         """Return the one-machine bound of the rank that holds these stages."""
-        tasks = [task for stage in chunks for task in self._tasks(stage)]
+        parts = [part for stage in chunks for part in self._parts(stage)]
         best: float = 0
-        for moment in {start for start, _, _ in tasks}:
+        for moment in {start for start, _, _ in parts}:
             work = 0
-            for after, seconds in sorted(((a, w) for start, a, w in tasks if start >= moment), reverse=True):
+            for after, seconds in sorted(((a, w) for start, a, w in parts if start >= moment), reverse=True):
                 work += seconds
                 best = max(best, moment + work + after)
         return best
 
-    def _tasks(self, stage: int) -> list[tuple[float, float, int]]:
-        """Return a stage's work as tasks: (earliest start, shortest time from its end to the step's end, duration)."""
+    def _parts(self, stage: int) -> list[tuple[float, float, int]]:
+        """Return the parts of a stage's work: (earliest start, least time from its end to the step's end, duration)."""
         forwards, inputs, weights, backwards = (rows[stage] for rows in self._times)
         gradients = rests = 0
         apart = all(i + w <= b for i, w, b in zip(inputs, weights, backwards, strict=True))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.problem import KINDS, Tables
 
-__all__ = ["MOST", "UNFIT", "Clocks", "Sequences", "assign", "clocks", "copy", "evaluate", "hold", "sequences"]
+__all__ = ["MOST", "UNFIT", "RunTimes", "Sequences", "assign", "copy", "evaluate", "hold", "run_times", "sequences"]
 
 #: The result, instead of a makespan, for orders that deadlock, exceed a limit or take longer than allowed.
 UNFIT = -1
@@ -30,7 +30,7 @@ class Sequences(NamedTuple):
     held: Whole
 
 
-class Clocks(NamedTuple):
+class RunTimes(NamedTuple):
     """The preallocated buffers of an evaluation."""
 
     #: The end times of actions, numbered as in ``Tables.yields``.
@@ -38,7 +38,7 @@ class Clocks(NamedTuple):
     #: The next slot of each rank.
     at: Whole
     #: The time at which each rank is free.
-    clock: Whole
+    free_at: Whole
     #: The time that each rank can still wait without exceeding the maximum makespan.
     spare: Whole
 
@@ -50,10 +50,10 @@ def sequences(tables: Tables) -> Sequences:
     return Sequences(whole([0] * slots), whole(ranks), whole(ranks), whole([0] * (slots * tables.num_resources)))
 
 
-def clocks(tables: Tables) -> Clocks:
+def run_times(tables: Tables) -> RunTimes:
     """Allocate the buffers of an evaluation."""
     ranks = [0] * tables.num_ranks
-    return Clocks(whole(tables.blank), whole(ranks), whole(ranks), whole(ranks))
+    return RunTimes(whole(tables.blank), whole(ranks), whole(ranks), whole(ranks))
 
 
 @compiled
@@ -73,29 +73,29 @@ def copy(source: Sequences, target: Sequences) -> None:
 
 
 @compiled
-def evaluate(tables: Tables, clocks: Clocks, orders: Sequences, most: int) -> int:
+def evaluate(tables: Tables, times: RunTimes, orders: Sequences, most: int) -> int:
     """Return the makespan of the orders, or UNFIT if they deadlock or take longer than ``most``."""
     slots = orders.slots
     needs = tables.needs
     lag = tables.lag
     seconds = tables.seconds
     yields = tables.yields
-    done = clocks.done
+    done = times.done
     assign(tables.blank, done)
     left = 0
     for rank in range(tables.num_ranks):
-        clocks.at[rank] = tables.first[rank]
-        clocks.clock[rank] = 0
-        clocks.spare[rank] = most - orders.busy[rank]
-        if clocks.spare[rank] < 0:
+        times.at[rank] = tables.first[rank]
+        times.free_at[rank] = 0
+        times.spare[rank] = most - orders.busy[rank]
+        if times.spare[rank] < 0:
             return UNFIT
         left += orders.lengths[rank]
     while left > 0:
         before = left
         for rank in range(tables.num_ranks):
-            slot = clocks.at[rank]
+            slot = times.at[rank]
             stop = tables.first[rank] + orders.lengths[rank]
-            now = clocks.clock[rank]
+            now = times.free_at[rank]
             while slot < stop:
                 code = slots[slot]
                 ready = done[needs[code]]
@@ -103,21 +103,21 @@ def evaluate(tables: Tables, clocks: Clocks, orders: Sequences, most: int) -> in
                     break
                 ready += lag[code]
                 if ready > now:
-                    clocks.spare[rank] -= ready - now
-                    if clocks.spare[rank] < 0:
+                    times.spare[rank] -= ready - now
+                    if times.spare[rank] < 0:
                         return UNFIT
                     now = ready
                 now += seconds[code]
                 done[yields[code]] = now
                 slot += 1
-            left -= slot - clocks.at[rank]
-            clocks.at[rank] = slot
-            clocks.clock[rank] = now
+            left -= slot - times.at[rank]
+            times.at[rank] = slot
+            times.free_at[rank] = now
         if left == before:
             return UNFIT
     makespan = 0
     for rank in range(tables.num_ranks):
-        makespan = max(makespan, clocks.clock[rank])
+        makespan = max(makespan, times.free_at[rank])
     return makespan
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from pipesched.program.search.bound import ranks_that_must_fuse
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, assign, clocks
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
+from pipesched.program.search.evaluation import UNFIT, RunTimes, Sequences, assign, run_times
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, OrderProblem, Tables
 
 __all__ = [
     "CHOICES",
@@ -26,7 +26,7 @@ __all__ = [
     "NONE_OWED",
     "PATIENCE",
     "WINDOW",
-    "Progress",
+    "OrderProgress",
     "account",
     "fits",
     "progress_of",
@@ -59,7 +59,7 @@ CHOICES = 8
 FIRST_STAGE, NONE_OWED = 1, 2
 
 
-def rules(problem: Problem, bound: int) -> Iterator[Whole]:
+def rules(problem: OrderProblem, bound: int) -> Iterator[Whole]:
     """Yield rules that make the same choices for all ranks. Only FUSED may differ between ranks.
 
     Similar rules are far apart in the sequence, so that the first few rules already differ in most choices.
@@ -81,7 +81,7 @@ def rules(problem: Problem, bound: int) -> Iterator[Whole]:
             yield whole(same)
 
 
-def _fusions(problem: Problem, bound: int) -> Iterator[tuple[list[int], int]]:
+def _fusions(problem: OrderProblem, bound: int) -> Iterator[tuple[list[int], int]]:
     """Yield pairs: the value of FUSED for each rank, and one value of LAST_APART for all ranks."""
     ranks = problem.num_ranks
     yield [0] * ranks, 0
@@ -94,10 +94,10 @@ def _fusions(problem: Problem, bound: int) -> Iterator[tuple[list[int], int]]:
                     yield [NONE_OWED * each for each in fused], last_apart
 
 
-class Progress(NamedTuple):
+class OrderProgress(NamedTuple):
     """The state of all ranks and stages while orders are written. A W is owed if its I is written but the W is not."""
 
-    clocks: Clocks
+    times: RunTimes
     #: For each stage, the micro-batch of its next F.
     forwards: Whole
     #: For each stage, the micro-batch of its next I or B.
@@ -126,12 +126,12 @@ class Progress(NamedTuple):
     work: Whole
 
 
-def progress_of(tables: Tables) -> Progress:
+def progress_of(tables: Tables) -> OrderProgress:
     """Allocate the state of all ranks and stages, and add up the work of each rank."""
     stages, ranks = [0] * tables.num_stages, [0] * tables.num_ranks
     amounts = [0] * (tables.num_resources * tables.num_ranks)
-    progress = Progress(
-        clocks(tables),
+    progress = OrderProgress(
+        run_times(tables),
         forwards=whole(stages),
         gradients=whole(stages),
         weights=whole(stages),
@@ -162,9 +162,9 @@ def _add_work(tables: Tables, work: Whole) -> None:
 
 
 @compiled
-def reset(tables: Tables, progress: Progress) -> None:
+def reset(tables: Tables, progress: OrderProgress) -> None:
     """Reset the state: no action is written yet."""
-    assign(tables.blank, progress.clocks.done)
+    assign(tables.blank, progress.times.done)
     for row in (progress.forwards, progress.gradients, progress.weights, progress.fused):
         for at in range(len(row)):
             row[at] = 0
@@ -172,12 +172,12 @@ def reset(tables: Tables, progress: Progress) -> None:
         for at in range(len(row)):
             row[at] = 0
     for rank in range(len(progress.work)):
-        progress.clocks.clock[rank] = 0
+        progress.times.free_at[rank] = 0
         progress.left[rank] = progress.work[rank]
 
 
 @compiled
-def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, most: int) -> int:
+def write(tables: Tables, rule: Whole, progress: OrderProgress, orders: Sequences, most: int) -> int:
     """Write the orders that follow from a rule, and return their makespan.
 
     Return UNFIT if the limits are too tight for these orders, or if their makespan is above ``most``.
@@ -197,7 +197,7 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
             return UNFIT
         code = progress.choice[rank]
         _run(tables, progress, orders, rank, code)
-        if progress.clocks.clock[rank] + progress.left[rank] > most:
+        if progress.times.free_at[rank] + progress.left[rank] > most:
             return UNFIT
         kind = code % KINDS
         if kind != INPUT_GRAD:
@@ -208,12 +208,12 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
             _choose(tables, rule, progress, neighbour)
     makespan = 0
     for rank in range(tables.num_ranks):
-        makespan = max(makespan, progress.clocks.clock[rank])
+        makespan = max(makespan, progress.times.free_at[rank])
     return makespan
 
 
 @compiled
-def _waiting(tables: Tables, progress: Progress, code: int) -> int:
+def _waiting(tables: Tables, progress: OrderProgress, code: int) -> int:
     """Return the rank whose next F, I or B on a stage needs the action ``code``; -1 if no rank needs it."""
     pair = code // KINDS
     stage = tables.stage_of[pair]
@@ -227,7 +227,7 @@ def _waiting(tables: Tables, progress: Progress, code: int) -> int:
 
 
 @compiled
-def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code: int) -> None:
+def _run(tables: Tables, progress: OrderProgress, orders: Sequences, rank: int, code: int) -> None:
     """Append an action to a rank's order."""
     slot = tables.first[rank] + orders.lengths[rank]
     seconds = tables.seconds
@@ -235,8 +235,8 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
     orders.lengths[rank] += 1
     orders.busy[rank] += seconds[code]
     end = progress.start[rank] + seconds[code]
-    progress.clocks.clock[rank] = end
-    progress.clocks.done[tables.yields[code]] = end
+    progress.times.free_at[rank] = end
+    progress.times.done[tables.yields[code]] = end
     pair = code // KINDS
     kind = code % KINDS
     stage = tables.stage_of[pair]
@@ -254,7 +254,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
 
 
 @compiled
-def account(tables: Tables, progress: Progress, rank: int, code: int) -> None:
+def account(tables: Tables, progress: OrderProgress, rank: int, code: int) -> None:
     """Update the remaining time of a rank after an action, and the amounts that the rank holds and owes."""
     seconds = tables.seconds
     kind = code % KINDS
@@ -278,7 +278,7 @@ def account(tables: Tables, progress: Progress, rank: int, code: int) -> None:
 
 
 @compiled
-def _skip_fused(tables: Tables, progress: Progress, stage: int) -> None:
+def _skip_fused(tables: Tables, progress: OrderProgress, stage: int) -> None:
     """Advance a stage's next W past the micro-batches that have a B."""
     pair = stage * tables.num_microbatches + progress.weights[stage]
     while progress.weights[stage] < progress.gradients[stage] and progress.fused[pair]:
@@ -287,9 +287,9 @@ def _skip_fused(tables: Tables, progress: Progress, stage: int) -> None:
 
 
 @compiled
-def _choose(tables: Tables, rule: Whole, progress: Progress, rank: int) -> None:
+def _choose(tables: Tables, rule: Whole, progress: OrderProgress, rank: int) -> None:
     """Choose the next action of a rank, and write the action and its start to ``progress``."""
-    now = progress.clocks.clock[rank]
+    now = progress.times.free_at[rank]
     begin = tables.first_chunk[rank]
     stop = tables.first_chunk[rank + 1]
     oldest = tables.num_microbatches
@@ -329,7 +329,7 @@ def _choose(tables: Tables, rule: Whole, progress: Progress, rank: int) -> None:
 
 
 @compiled
-def _prefer(tables: Tables, rule: Whole, progress: Progress, rank: int, earliest: int) -> None:
+def _prefer(tables: Tables, rule: Whole, progress: OrderProgress, rank: int, earliest: int) -> None:
     """Choose the next action among those of a rank that can start at about the same time."""
     progress.start[rank] = _NEVER
     if earliest == _NEVER:
@@ -368,13 +368,13 @@ def _rating(tables: Tables, depth: int, code: int) -> int:
 
 
 @compiled
-def _ready(tables: Tables, progress: Progress, now: int, code: int) -> int:
+def _ready(tables: Tables, progress: OrderProgress, now: int, code: int) -> int:
     """Return the time at which an action can start if its rank is free at ``now``."""
-    return max(now, progress.clocks.done[tables.needs[code]] + tables.lag[code])
+    return max(now, progress.times.done[tables.needs[code]] + tables.lag[code])
 
 
 @compiled
-def fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
+def fits(tables: Tables, progress: OrderProgress, rank: int, code: int) -> bool:
     """Return whether an action fits in the rank's memory now."""
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
@@ -385,7 +385,7 @@ def fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
 
 
 @compiled
-def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
+def _oldest_owed(tables: Tables, progress: OrderProgress, rank: int) -> int:
     """Return the W with the lowest micro-batch number among those that a rank owes; -1 if it owes none."""
     count = tables.num_microbatches
     best = _NONE
@@ -400,14 +400,14 @@ def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
 
 
 @compiled
-def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage: int) -> int:
+def _gradient(tables: Tables, rule: Whole, progress: OrderProgress, rank: int, stage: int) -> int:
     """Return the next I or B of a stage; -1 if there is none, or if the action that it needs is not written yet."""
     microbatch = progress.gradients[stage]
     if microbatch >= progress.forwards[stage]:
         return _NONE
     pair = stage * tables.num_microbatches + microbatch
     code = pair * KINDS + INPUT_GRAD
-    if progress.clocks.done[tables.needs[code]] < 0:
+    if progress.times.done[tables.needs[code]] < 0:
         return _NONE
     ranks = tables.num_ranks
     fused = rule[FUSED * ranks + rank]
@@ -420,7 +420,7 @@ def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage:
 
 
 @compiled
-def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: int) -> int:
+def _forward(tables: Tables, progress: OrderProgress, rank: int, stage: int, window: int) -> int:
     """Return the next F of a stage; -1 if there is none, or if it cannot run yet.
 
     It cannot run if the F that computes its input is not written yet, its micro-batch is not below ``window``, or the
@@ -430,7 +430,7 @@ def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: 
     if microbatch >= min(window, tables.num_microbatches):
         return _NONE
     code = (stage * tables.num_microbatches + microbatch) * KINDS
-    if progress.clocks.done[tables.needs[code]] < 0:
+    if progress.times.done[tables.needs[code]] < 0:
         return _NONE
     for resource in range(tables.num_resources):
         if not roomy(tables, progress, rank, resource, stage):
@@ -439,7 +439,7 @@ def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: 
 
 
 @compiled
-def roomy(tables: Tables, progress: Progress, rank: int, resource: int, stage: int) -> bool:
+def roomy(tables: Tables, progress: OrderProgress, rank: int, resource: int, stage: int) -> bool:
     """Return whether a rank has enough of a resource to run a stage's next F and then finish all its micro-batches."""
     at = resource * tables.num_ranks + rank
     base = resource * tables.num_stages * tables.num_microbatches * KINDS

@@ -1,14 +1,14 @@
 """Partial orders: adds actions to the beginnings of all ranks' orders, bounds their makespan, and compares them.
 
-Actions are added in order of start. Adding an action therefore moves the clocks of all ranks forward to its start,
-because no later action can start earlier.
+Actions are added in order of start. After an action is added, no rank is free before the start
+of this action, because no later action can start earlier.
 """
 
 from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.list_orders import Progress, account, fits, roomy
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
+from pipesched.program.search.list_orders import OrderProgress, account, fits, roomy
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, OrderProblem, Tables
 from pipesched.program.search.stage_times import chain_times
 
 __all__ = ["Ends", "append", "choices", "dominates", "ends_of", "least", "load", "size_of", "store"]
@@ -27,7 +27,7 @@ class Ends(NamedTuple):
     lag: Whole
 
 
-def ends_of(problem: Problem) -> Ends:
+def ends_of(problem: OrderProblem) -> Ends:
     """Compute the Ends of a problem."""
     count, stages = problem.num_microbatches, problem.num_stages
     pairs = stages * count
@@ -49,40 +49,40 @@ def ends_of(problem: Problem) -> Ends:
     return Ends(whole(rest), whole(ranks), whole(lag for row in waits for lag in row))
 
 
-def size_of(progress: Progress) -> int:
+def size_of(progress: OrderProgress) -> int:
     """Return the number of integers that describe the partial orders of all ranks."""
     counts = len(progress.forwards) + len(progress.gradients) + len(progress.weights)
-    clocks = len(progress.clocks.clock) + len(progress.clocks.done) + len(progress.left)
-    return counts + clocks + len(progress.held) + len(progress.owed)
+    times = len(progress.times.free_at) + len(progress.times.done) + len(progress.left)
+    return counts + times + len(progress.held) + len(progress.owed)
 
 
 @compiled
-def load(progress: Progress, states: Whole, at: int) -> None:
+def load(progress: OrderProgress, states: Whole, at: int) -> None:
     """Set ``progress`` to the partial orders stored in ``states``, starting at index ``at``."""
-    clocks = progress.clocks
+    times = progress.times
     counts = (progress.forwards, progress.gradients, progress.weights)
-    for row in (*counts, clocks.clock, clocks.done, progress.left, progress.held, progress.owed):
+    for row in (*counts, times.free_at, times.done, progress.left, progress.held, progress.owed):
         for number in range(len(row)):
             row[number] = states[at + number]
         at += len(row)
 
 
 @compiled
-def store(progress: Progress, states: Whole, at: int) -> None:
+def store(progress: OrderProgress, states: Whole, at: int) -> None:
     """Write the partial orders to ``states``, starting at index ``at``."""
-    clocks = progress.clocks
+    times = progress.times
     counts = (progress.forwards, progress.gradients, progress.weights)
-    for row in (*counts, clocks.clock, clocks.done, progress.left, progress.held, progress.owed):
+    for row in (*counts, times.free_at, times.done, progress.left, progress.held, progress.owed):
         for number in range(len(row)):
             states[at + number] = row[number]
         at += len(row)
 
 
 @compiled
-def choices(tables: Tables, progress: Progress, codes: Whole) -> int:
+def choices(tables: Tables, progress: OrderProgress, codes: Whole) -> int:
     """Find all actions that can come next. Write them to ``codes``, and return their number."""
     count = tables.num_microbatches
-    done = progress.clocks.done
+    done = progress.times.done
     number = 0
     for stage in range(tables.num_stages):
         rank = tables.rank_of[stage]
@@ -111,7 +111,7 @@ def choices(tables: Tables, progress: Progress, codes: Whole) -> int:
 
 
 @compiled
-def _has_room(tables: Tables, progress: Progress, rank: int, stage: int, code: int) -> bool:
+def _has_room(tables: Tables, progress: OrderProgress, rank: int, stage: int, code: int) -> bool:
     """Return whether a rank has room for the next F of a stage, and can then still finish all micro-batches.
 
     If it cannot finish them oldest first, it cannot finish them in any other order, because every stage runs its
@@ -124,18 +124,18 @@ def _has_room(tables: Tables, progress: Progress, rank: int, stage: int, code: i
 
 
 @compiled
-def append(tables: Tables, progress: Progress, code: int) -> None:
+def append(tables: Tables, progress: OrderProgress, code: int) -> None:
     """Append an action to the order of its rank. It starts as early as possible, but not before the previous action."""
-    clock = progress.clocks.clock
-    done = progress.clocks.done
+    free_at = progress.times.free_at
+    done = progress.times.done
     stage = code // KINDS // tables.num_microbatches
     rank = tables.rank_of[stage]
-    start = max(clock[rank], done[tables.needs[code]] + tables.lag[code])
+    start = max(free_at[rank], done[tables.needs[code]] + tables.lag[code])
     for other in range(tables.num_ranks):
-        clock[other] = max(clock[other], start)
-    clock[rank] = start + tables.seconds[code]
+        free_at[other] = max(free_at[other], start)
+    free_at[rank] = start + tables.seconds[code]
     done[tables.needs[code]] = 0  # no other action waits for this end
-    done[tables.yields[code]] = clock[rank]
+    done[tables.yields[code]] = free_at[rank]
     kind = code % KINDS
     if kind == FORWARD:
         progress.forwards[stage] += 1
@@ -147,7 +147,7 @@ def append(tables: Tables, progress: Progress, code: int) -> None:
 
 
 @compiled
-def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
+def least(tables: Tables, progress: OrderProgress, ends: Ends) -> tuple[int, int]:
     """Return a lower bound on the makespan of all continuations, and the sum of the ranks' bounds.
 
     The bound assumes that each stage runs its micro-batches in ascending order, but that a rank can run actions of
@@ -160,7 +160,7 @@ def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
     bound = max(bound, _run_gradients(tables, progress, ends))
     total = 0
     for rank in range(tables.num_ranks):
-        begin = progress.start[rank] if progress.left[rank] > 0 else progress.clocks.clock[rank]
+        begin = progress.start[rank] if progress.left[rank] > 0 else progress.times.free_at[rank]
         own = begin + progress.left[rank]
         bound = max(bound, own)
         total += own
@@ -168,17 +168,17 @@ def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
 
 
 @compiled
-def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
+def _run_forwards(tables: Tables, progress: OrderProgress, ends: Ends) -> int:
     """Write the ends of the remaining forwards, and the start of each rank's next F or W. Return a lower bound."""
     count = tables.num_microbatches
-    clock = progress.clocks.clock
-    done = progress.clocks.done
+    free_at = progress.times.free_at
+    done = progress.times.done
     bound = 0
     for rank in range(tables.num_ranks):
         progress.start[rank] = _NEVER
     for stage in range(tables.num_stages):
         rank = tables.rank_of[stage]
-        now = clock[rank]
+        now = free_at[rank]
         if progress.weights[stage] < progress.gradients[stage]:
             progress.start[rank] = now
         for microbatch in range(progress.forwards[stage], count):
@@ -194,15 +194,15 @@ def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
 
 
 @compiled
-def _run_gradients(tables: Tables, progress: Progress, ends: Ends) -> int:
+def _run_gradients(tables: Tables, progress: OrderProgress, ends: Ends) -> int:
     """Write the ends of the remaining gradients, and the start of each rank's next action. Return a lower bound."""
     count = tables.num_microbatches
     seconds = tables.seconds
-    done = progress.clocks.done
+    done = progress.times.done
     bound = 0
     for stage in range(tables.num_stages - 1, -1, -1):
         rank = tables.rank_of[stage]
-        now = progress.clocks.clock[rank]
+        now = progress.times.free_at[rank]
         for microbatch in range(progress.gradients[stage], count):
             pair = (stage * count + microbatch) * KINDS
             forward, gradient, backward = pair + FORWARD, pair + INPUT_GRAD, pair + BACKWARD

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import Sequences, assign
 from pipesched.program.search.moves import ascends
-from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, OrderProblem, Tables
 
 __all__ = [
+    "OrderUnit",
     "Timed",
-    "Unit",
     "assign_rank",
     "assign_unit",
     "blank_unit",
@@ -34,7 +34,7 @@ __all__ = [
 _ASCENDING = ((FORWARD,), (INPUT_GRAD, BACKWARD), (WEIGHT_GRAD, BACKWARD))
 
 
-class Unit(NamedTuple):
+class OrderUnit(NamedTuple):
     """The sequence of each rank's actions in a period."""
 
     #: The first slot of each rank, followed by the number of all slots.
@@ -57,13 +57,13 @@ class Timed(NamedTuple):
     microbatch: int
 
 
-def blank_unit(problem: Problem, size: int) -> Unit:
+def blank_unit(problem: OrderProblem, size: int) -> OrderUnit:
     """Return a unit without actions."""
     first = [0]
     for chunks in problem.chunks:
         first.append(first[-1] + 3 * len(chunks) * size)
     none = [0] * first[-1]
-    return Unit(whole(first), whole([0] * problem.num_ranks), whole(none), whole(none))
+    return OrderUnit(whole(first), whole([0] * problem.num_ranks), whole(none), whole(none))
 
 
 def shortest_period(timed: Iterable[Sequence[Timed]]) -> int:
@@ -83,7 +83,7 @@ def shortest_period(timed: Iterable[Sequence[Timed]]) -> int:
     return 1 + max(row[-1] - row[0] for row in starts.values())
 
 
-def unit_of(problem: Problem, timed: Sequence[Iterable[Timed]], period: int, size: int) -> Unit:
+def unit_of(problem: OrderProblem, timed: Sequence[Iterable[Timed]], period: int, size: int) -> OrderUnit:
     """Return the unit that starts each of these actions once in every period, at the given time.
 
     Its orders do not deadlock, unless actions that take no time start at the same time. With a longer period, ranks
@@ -108,7 +108,7 @@ def unit_of(problem: Problem, timed: Sequence[Iterable[Timed]], period: int, siz
 
 
 @compiled
-def assign_unit(source: Unit, target: Unit) -> None:
+def assign_unit(source: OrderUnit, target: OrderUnit) -> None:
     """Copy a unit to another unit of the same size."""
     assign(source.lengths, target.lengths)
     assign(source.actions, target.actions)
@@ -116,7 +116,7 @@ def assign_unit(source: Unit, target: Unit) -> None:
 
 
 @compiled
-def assign_rank(source: Unit, target: Unit, rank: int) -> None:
+def assign_rank(source: OrderUnit, target: OrderUnit, rank: int) -> None:
     """Copy the sequence of one rank."""
     target.lengths[rank] = source.lengths[rank]
     for at in range(source.first[rank], source.first[rank] + source.lengths[rank]):
@@ -125,7 +125,7 @@ def assign_rank(source: Unit, target: Unit, rank: int) -> None:
 
 
 @compiled
-def unroll(tables: Tables, unit: Unit, size: int, rank: int, orders: Sequences) -> None:
+def unroll(tables: Tables, unit: OrderUnit, size: int, rank: int, orders: Sequences) -> None:
     """Write a rank's order for all micro-batches. ``held`` is not updated."""
     count = tables.num_microbatches
     begin = unit.first[rank]
@@ -162,7 +162,7 @@ def ordered(action: int, microbatch: int, other: int, microbatch_of_other: int) 
 
 
 @compiled
-def shift(unit: Unit, size: int, rank: int, at: int, distance: int) -> int:
+def shift(unit: OrderUnit, size: int, rank: int, at: int, distance: int) -> int:
     """Move the action in slot ``at`` by up to ``distance`` slots, and return the number of slots moved.
 
     The action can move to the previous or the next period. It stops next to an action that it must not pass.
@@ -196,7 +196,7 @@ def shift(unit: Unit, size: int, rank: int, at: int, distance: int) -> int:
 
 
 @compiled
-def split(unit: Unit, size: int, rank: int, at: int, distance: int) -> None:
+def split(unit: OrderUnit, size: int, rank: int, at: int, distance: int) -> None:
     """Replace the B in slot ``at`` by an I and a W.
 
     If ``distance`` is positive, the W then moves to the right by up to this number of slots. Otherwise, the I moves to
@@ -214,7 +214,7 @@ def split(unit: Unit, size: int, rank: int, at: int, distance: int) -> None:
 
 
 @compiled
-def fuse(unit: Unit, size: int, rank: int, at: int) -> bool:
+def fuse(unit: OrderUnit, size: int, rank: int, at: int) -> bool:
     """Move the I or W in slot ``at`` to the W or I of the same micro-batch, and replace both by a B.
 
     Return False if another action blocks the way. The action may then have moved.

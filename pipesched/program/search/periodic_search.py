@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipesched.program.search.annealing import DRAWS, Cooling, Run, distance_of, rise, run_of
+from pipesched.program.search.annealing import DRAWS, AnnealingRun, Cooling, distance_of, rise, run_of
 from pipesched.program.search.compiled import Whole, compiled
-from pipesched.program.search.evaluation import MOST, UNFIT, Clocks, Sequences, clocks, evaluate, hold, sequences
+from pipesched.program.search.evaluation import MOST, UNFIT, RunTimes, Sequences, evaluate, hold, run_times, sequences
 from pipesched.program.search.periodic_orders import (
+    OrderUnit,
     Timed,
-    Unit,
     assign_rank,
     assign_unit,
     blank_unit,
@@ -25,7 +25,7 @@ from pipesched.program.search.periodic_orders import (
     unit_of,
     unroll,
 )
-from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, WEIGHT_GRAD, Problem, Tables
+from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, WEIGHT_GRAD, OrderProblem, Tables
 from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["PeriodicSearch"]
@@ -50,13 +50,13 @@ class PeriodicSearch:
 
     """
 
-    def __init__(self, problem: Problem, fewer: Problem) -> None:
+    def __init__(self, problem: OrderProblem, fewer: OrderProblem) -> None:
         self.ran = 0
         self._problem = problem
         self._fewer = fewer
         self._tables = fewer.tables
         self._orders = sequences(self._tables)
-        self._clocks = clocks(self._tables)
+        self._times = run_times(self._tables)
 
     def run(self, sources: Sequence[tuple[Tables, Sequences]], steps: int, goal: int) -> Iterator[Sequences]:
         """Improve the best units of the given orders by simulated annealing.
@@ -112,13 +112,13 @@ class PeriodicSearch:
                 found = _Found(makespan, size, unit)
         return found
 
-    def _estimate(self, unit: Unit, size: int) -> int:
+    def _estimate(self, unit: OrderUnit, size: int) -> int:
         """Write the orders of a unit. Return their extrapolated makespan; UNFIT if they deadlock or exceed a limit."""
         self.ran += 1
         for rank in range(self._tables.num_ranks):
             if not _write(self._tables, unit, size, rank, self._orders):
                 return UNFIT
-        return int(_extrapolated(self._tables, self._clocks, self._orders, self._span(size), MOST))
+        return int(_extrapolated(self._tables, self._times, self._orders, self._span(size), MOST))
 
     def _span(self, size: int) -> "_Span":
         count = self._tables.num_microbatches
@@ -131,7 +131,7 @@ class PeriodicSearch:
         assign_unit(found.unit, best)
         assign_unit(found.unit, unit)
         self._estimate(unit, size)  # writes the orders that the changes start from
-        memory = _Memory(self._clocks, self._orders, kept, state())
+        memory = _UnitBuffers(self._times, self._orders, kept, state())
         start(memory.random, seed)
         run = run_of(self._orders, found.makespan, Cooling(_HOT, _COLD, steps), goal)
         period = _Period(size, self._span(size))
@@ -146,7 +146,7 @@ class _Found:
 
     makespan: int
     size: int
-    unit: Unit = field(compare=False)
+    unit: OrderUnit = field(compare=False)
 
 
 class _Source:
@@ -162,7 +162,7 @@ class _Source:
     """
 
     def __init__(self, tables: Tables, orders: Sequences) -> None:
-        own = clocks(tables)
+        own = run_times(tables)
         evaluate(tables, own, orders, MOST)
         self._count = tables.num_microbatches
         self._ranks = [_timed(tables, own, orders, rank) for rank in range(tables.num_ranks)]
@@ -186,14 +186,14 @@ class _Span(NamedTuple):
     more: int
 
 
-class _Memory(NamedTuple):
+class _UnitBuffers(NamedTuple):
     """The preallocated buffers of an annealing run."""
 
-    clocks: Clocks
+    times: RunTimes
     #: The orders of the current unit.
     orders: Sequences
     #: One rank's sequence before a change.
-    kept: Unit
+    kept: OrderUnit
     #: The state of the random number generator.
     random: Whole
 
@@ -205,8 +205,8 @@ class _Period(NamedTuple):
     span: _Span
 
 
-def _timed(tables: Tables, clocks: Clocks, orders: Sequences, rank: int) -> list[Timed]:
-    """Return a rank's actions with their starts. ``clocks`` holds the end times of all F, I and B."""
+def _timed(tables: Tables, times: RunTimes, orders: Sequences, rank: int) -> list[Timed]:
+    """Return a rank's actions with their starts. ``times`` holds the end times of all F, I and B."""
     now = 0
     timed = []
     begin = int(tables.first[rank])
@@ -214,13 +214,13 @@ def _timed(tables: Tables, clocks: Clocks, orders: Sequences, rank: int) -> list
         pair, kind = divmod(code, KINDS)
         stage, microbatch = divmod(pair, tables.num_microbatches)
         seconds = int(tables.seconds[code])
-        now = now + seconds if kind == WEIGHT_GRAD else int(clocks.done[tables.yields[code]])
+        now = now + seconds if kind == WEIGHT_GRAD else int(times.done[tables.yields[code]])
         timed.append(Timed(now - seconds, stage * KINDS + kind, microbatch))
     return timed
 
 
 @compiled
-def _write(tables: Tables, unit: Unit, size: int, rank: int, orders: Sequences) -> bool:
+def _write(tables: Tables, unit: OrderUnit, size: int, rank: int, orders: Sequences) -> bool:
     """Write a rank's order, and return whether it is within the limits."""
     unroll(tables, unit, size, rank, orders)
     begin = tables.first[rank]
@@ -228,7 +228,7 @@ def _write(tables: Tables, unit: Unit, size: int, rank: int, orders: Sequences) 
 
 
 @compiled
-def _extrapolated(tables: Tables, clocks: Clocks, orders: Sequences, span: _Span, most: int) -> int:
+def _extrapolated(tables: Tables, times: RunTimes, orders: Sequences, span: _Span, most: int) -> int:
     """Return the makespan of the orders, extrapolated to all micro-batches.
 
     Return UNFIT if the orders deadlock, or if the result is above ``most``.
@@ -238,19 +238,21 @@ def _extrapolated(tables: Tables, clocks: Clocks, orders: Sequences, span: _Span
     for rank in range(tables.num_ranks):
         busiest = max(busiest, orders.busy[rank])
     added = span.more * busiest // count
-    makespan = evaluate(tables, clocks, orders, most - added)
+    makespan = evaluate(tables, times, orders, most - added)
     if makespan == UNFIT:
         return UNFIT
     growth = 0
     for row in range(2 * tables.num_stages):
         last = row * count + count - 1
-        growth = max(growth, clocks.done[last] - clocks.done[last - span.microbatches])
+        growth = max(growth, times.done[last] - times.done[last - span.microbatches])
     makespan += max(added, span.more * growth // span.microbatches)
     return makespan if makespan <= most else UNFIT
 
 
 @compiled
-def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: Run, period: _Period) -> tuple[int, int]:
+def _anneal(
+    tables: Tables, memory: _UnitBuffers, unit: OrderUnit, best: OrderUnit, run: AnnealingRun, period: _Period
+) -> tuple[int, int]:
     """Anneal ``unit``, write the best unit to ``best``, and return its makespan and the number of evaluated orders."""
     random = memory.random
     orders = memory.orders
@@ -273,7 +275,7 @@ def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: Run, p
             ran += 1
             found = UNFIT
             if _write(tables, unit, period.size, rank, orders):
-                found = _extrapolated(tables, memory.clocks, orders, period.span, most)
+                found = _extrapolated(tables, memory.times, orders, period.span, most)
             if found == UNFIT:
                 assign_rank(memory.kept, unit, rank)
                 _write(tables, unit, period.size, rank, orders)
@@ -286,7 +288,7 @@ def _anneal(tables: Tables, memory: _Memory, unit: Unit, best: Unit, run: Run, p
 
 
 @compiled
-def _change(tables: Tables, unit: Unit, size: int, rank: int, at: int, bits: int) -> bool:
+def _change(tables: Tables, unit: OrderUnit, size: int, rank: int, at: int, bits: int) -> bool:
     """Change a rank's sequence at the action in a slot. Return whether the change succeeded."""
     kind = unit.actions[at] % KINDS
     combines = tables.fuses and kind != FORWARD and bits % 16 < 5

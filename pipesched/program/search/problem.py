@@ -15,7 +15,7 @@ __all__ = [
     "KINDS",
     "ROUNDS",
     "WEIGHT_GRAD",
-    "Problem",
+    "OrderProblem",
     "Resource",
     "Tables",
     "num_evaluated",
@@ -53,7 +53,7 @@ class Resource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class OrderProblem:
     """A chain of stages on ranks, with the time of each action.
 
     Attributes:
@@ -92,7 +92,7 @@ class Problem:
         tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
         return all(min(row) == max(row) for table in tables for row in table)
 
-    def shortened(self, count: int) -> "Problem | None":
+    def shortened(self, count: int) -> "OrderProblem | None":
         """Return the problem with only ``count`` micro-batches; None if it has no more, or if they are not uniform."""
         return replace(self, num_microbatches=count) if count < self.num_microbatches and self.is_uniform else None
 
@@ -119,7 +119,7 @@ class Tables(NamedTuple):
     num_microbatches: int
     #: The number of resources.
     num_resources: int
-    #: `Problem.fuses` as 1 or 0.
+    #: `OrderProblem.fuses` as 1 or 0.
     fuses: int
     #: The initial end times: 0 for actions that need no other action, -1 (not known yet) for all others.
     blank: Whole
@@ -157,7 +157,7 @@ def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
     return [number for row in rows for number in row]
 
 
-def _tables(problem: Problem) -> Tables:
+def _tables(problem: OrderProblem) -> Tables:
     count = problem.num_microbatches
     pairs = [(stage, microbatch) for stage in range(problem.num_stages) for microbatch in range(count)]
     actions = [(kind, *pair) for pair in pairs for kind in range(KINDS)]
@@ -200,8 +200,8 @@ def _tables(problem: Problem) -> Tables:
         needs=whole(needs),
         lag=whole(lag),
         yields=whole(yields),
-        takes=whole(of.takes[kind][stage][mb] for of in of_all for kind, stage, mb in actions),
-        gives=whole(of.gives[kind][stage][mb] for of in of_all for kind, stage, mb in actions),
+        takes=whole(of.takes[kind][stage][microbatch] for of in of_all for kind, stage, microbatch in actions),
+        gives=whole(of.gives[kind][stage][microbatch] for of in of_all for kind, stage, microbatch in actions),
         limits=whole(limit for of in of_all for limit in of.limits),
         enough=whole(_enough(of, chunks, count) for of in of_all for chunks in problem.chunks),
     )

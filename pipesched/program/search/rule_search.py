@@ -19,11 +19,11 @@ from pipesched.program.search.list_orders import (
     NONE_OWED,
     PATIENCE,
     WINDOW,
-    Progress,
+    OrderProgress,
     progress_of,
     write,
 )
-from pipesched.program.search.problem import Problem, Tables
+from pipesched.program.search.problem import OrderProblem, Tables
 from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["RuleSearch"]
@@ -61,7 +61,7 @@ class RuleSearch:
 
     """
 
-    def __init__(self, problem: Problem, rule: Whole, widest: int | None = None) -> None:
+    def __init__(self, problem: OrderProblem, rule: Whole, widest: int | None = None) -> None:
         self.rule = whole(rule)
         self.orders = sequences(problem.tables)
         self._tables = problem.tables
@@ -100,7 +100,7 @@ class RuleSearch:
 
 def _climb(
     tables: Tables,
-    progress: Progress,
+    progress: OrderProgress,
     random: Whole,
     rule: Whole,
     trial: Whole,

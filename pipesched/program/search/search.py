@@ -8,17 +8,25 @@ from pipesched.program.search.annealing import Annealer, Cooling
 from pipesched.program.search.beam_search import BeamSearch
 from pipesched.program.search.bound import lower_bound
 from pipesched.program.search.compiled import Whole
-from pipesched.program.search.evaluation import MOST, UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
+from pipesched.program.search.evaluation import MOST, UNFIT, Sequences, copy, evaluate, hold, run_times, sequences
 from pipesched.program.search.list_orders import FUSED, progress_of, rules, write
 from pipesched.program.search.periodic_search import PeriodicSearch
-from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, ROUNDS, WEIGHT_GRAD, Problem, num_evaluated
+from pipesched.program.search.problem import (
+    BACKWARD,
+    INPUT_GRAD,
+    KINDS,
+    ROUNDS,
+    WEIGHT_GRAD,
+    OrderProblem,
+    num_evaluated,
+)
 from pipesched.program.search.rule_search import RuleSearch
 
-__all__ = ["Found", "search"]
+__all__ = ["FoundOrders", "search"]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOrders:
     """The result of a search.
 
     Attributes:
@@ -38,14 +46,14 @@ class Found:
 
 
 def search(
-    problem: Problem,
+    problem: OrderProblem,
     known: Iterable[Sequence[Sequence[int]]],
     *,
     steps: int,
     lists: int,
     climbs: int = 0,
     changes: int = 0,
-) -> Found | None:
+) -> FoundOrders | None:
     """Find orders with a short makespan. Return None if no orders within the limits are found.
 
     Args:
@@ -73,11 +81,11 @@ class _Start:
 
 
 class _Search:
-    def __init__(self, problem: Problem, steps: int, lists: int, climbs: int, changes: int) -> None:
+    def __init__(self, problem: OrderProblem, steps: int, lists: int, climbs: int, changes: int) -> None:
         self._problem = problem
         self._tables = problem.tables
         self._seconds = [int(number) for number in self._tables.seconds]
-        self._clocks = clocks(self._tables)
+        self._times = run_times(self._tables)
         self._steps = steps
         self._lists = lists
         self._climbs = climbs
@@ -86,7 +94,7 @@ class _Search:
         self._bound = lower_bound(problem)
         self._tried = 0
 
-    def run(self, known: Iterable[Sequence[Sequence[int]]]) -> Found | None:
+    def run(self, known: Iterable[Sequence[Sequence[int]]]) -> FoundOrders | None:
         """Search, and stop as soon as the bound is reached."""
         for at, orders in enumerate(known):
             self._add(self._sequences(orders), at)
@@ -112,7 +120,7 @@ class _Search:
         """Add orders to start from, if they are within the limits and do not deadlock."""
         self._tried += 1
         if self._holds(orders):
-            makespan = int(evaluate(self._tables, self._clocks, orders, MOST))
+            makespan = int(evaluate(self._tables, self._times, orders, MOST))
             if makespan != UNFIT:
                 self._keep(makespan, orders, known)
 
@@ -257,7 +265,7 @@ class _Search:
         copy(start.orders, orders)
         if heat != _WARM:
             self._split(orders)
-        makespan = int(evaluate(self._tables, self._clocks, orders, MOST))
+        makespan = int(evaluate(self._tables, self._times, orders, MOST))
         makespan, ran = annealer.run(orders, makespan, Cooling(*heat, steps), goal=self._bound, seed=number)
         self._tried += ran
         return _Start(makespan, len(self._starts) + number, None, orders)
@@ -309,8 +317,8 @@ class _Search:
             for rank in range(self._problem.num_ranks)
         ]
 
-    def _found(self, best: _Start) -> Found:
-        return Found(tuple(self._codes(best.orders)), best.makespan, self._bound, self._tried, best.known)
+    def _found(self, best: _Start) -> FoundOrders:
+        return FoundOrders(tuple(self._codes(best.orders)), best.makespan, self._bound, self._tried, best.known)
 
 
 _SMALL = 100  # with at most this many actions, a beam search runs, and annealing starts at a high temperature

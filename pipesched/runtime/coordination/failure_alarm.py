@@ -52,7 +52,7 @@ class Bell:
     rung = False
 
 
-class _Listener:
+class _ListenerState:
     """The state shared by the listening thread and the alarm. A listener holds no reference to the alarm."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
@@ -220,7 +220,7 @@ class Alarm:
         self._names = names
         self._own_ranks = set(ranks)
         self.activity = Activity(self._names)
-        self._listener = _Listener(host, self.activity, self.name)
+        self._listener = _ListenerState(host, self.activity, self.name)
         self._thread = threading.Thread(target=self._listener.listen, name=f"pipesched alarm {self.rank}", daemon=True)
         self._thread.start()
         # multiprocessing's Finalize also runs at the end of a multiprocessing.Process.

@@ -55,7 +55,7 @@ def told(
 
     """
     said = json.dumps(fault).encode() + b"\n"
-    calls = [_Call(address, address.word.encode() + said) for address in listeners]
+    calls = [_NoticeCall(address, address.word.encode() + said) for address in listeners]
     end_s = time.monotonic() + patience_s
     with selectors.DefaultSelector() as selector:
         for call in calls:
@@ -76,7 +76,7 @@ def _certainty(answer: State | str) -> int:
     return 2 if isinstance(answer, State) else (ENDED, SILENT).index(answer)
 
 
-class _Call:
+class _NoticeCall:
     """A message to one rank, and the rank's reply."""
 
     def __init__(self, address: Address, said: bytes) -> None:

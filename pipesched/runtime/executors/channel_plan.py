@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pipesched.program.actions import BACKWARD_MESSAGES, SENDS, Action
 from pipesched.program.program import Program
-from pipesched.runtime.executors.interpreter import Rank
+from pipesched.runtime.executors.interpreter import BoundRank
 from pipesched.runtime.transport.channels import NORMS, Channels, Messages
 from pipesched.runtime.transport.device_channels import Channel
-from pipesched.runtime.transport.layout_book import digest
+from pipesched.runtime.transport.layout_predictor import digest
 from pipesched.tensors.payload import Payload, flatten
 
 __all__ = ["ChannelEnds", "OrderMessages", "channels_of", "digest_of", "look"]
@@ -62,7 +62,7 @@ class OrderMessages:
     def __init__(self, program: Program, order: tuple[Action, ...], ranks: Sequence[int]) -> None:
         self.order = order
         #: The Rank bound to this order, if later runs may reuse it; otherwise None.
-        self.rank: Rank | None = None
+        self.rank: BoundRank | None = None
         self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
         self._last: tuple[Any, tuple[Messages, bytes, str]] | None = None
         for stage, kind, microbatch, peer in order:
@@ -107,7 +107,9 @@ class OrderMessages:
                 _LOG.debug("the micro-batches have different shapes than in the previous step: %s", looks)
             keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
                 peer: {
-                    channel: [(giver, taker, grad, looks[mb] if looks else None) for giver, taker, mb in edge]
+                    channel: [
+                        (giver, taker, grad, looks[microbatch] if looks else None) for giver, taker, microbatch in edge
+                    ]
                     for channel, edge in channels.items()
                 }
                 for peer, channels in self._edges.items()

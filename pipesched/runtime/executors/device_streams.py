@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pipesched.tensors.payload import Payload
 
-__all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for"]
+__all__ = ["CpuStreams", "CudaStreams", "DeviceMessage", "DeviceStreams", "streams_for"]
 
 
-class Message(NamedTuple):
+class DeviceMessage(NamedTuple):
     """A value in transit, the event recorded after its computation, and the sending device's stream for copies."""
 
     value: Any
@@ -49,10 +49,10 @@ class DeviceStreams(Protocol):
     def reader(self, start_s: float) -> Callable[[Any], float]:
         """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
-    def pack(self, value: Any) -> Message:
+    def pack(self, value: Any) -> DeviceMessage:
         """Return a Message with a value on this device and the event recorded after its computation."""
 
-    def unpack(self, message: Message) -> Any:
+    def unpack(self, message: DeviceMessage) -> Any:
         """Copy a received value to this device. Later work on the rank's stream may use the returned value."""
 
 
@@ -73,7 +73,7 @@ class CpuStreams:
     has_streams = False
     now = staticmethod(time.perf_counter)
     entered = staticmethod(nullcontext)
-    pack = staticmethod(Message)
+    pack = staticmethod(DeviceMessage)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,7 +93,7 @@ class CpuStreams:
     def reader(self, start_s: float) -> Callable[[float], float]:
         return lambda stamp: stamp - start_s
 
-    def unpack(self, message: Message) -> Any:
+    def unpack(self, message: DeviceMessage) -> Any:
         if message.ready is None:
             return message.value
         message.ready.synchronize()  # the value comes from a GPU, so the host must wait
@@ -160,19 +160,19 @@ class CudaStreams:
 
         return seconds
 
-    def pack(self, value: Any) -> Message:
+    def pack(self, value: Any) -> DeviceMessage:
         ready = torch.cuda.Event()
         ready.record(self._compute)
-        return Message(value, ready, self._outward)
+        return DeviceMessage(value, ready, self._outward)
 
-    def unpack(self, message: Message) -> Any:
+    def unpack(self, message: DeviceMessage) -> Any:
         value = _map(message.value, lambda tensor: self._bring(tensor, message))
         self._compute.wait_stream(self._inward)
         if message.ready is not None:
             self._compute.wait_event(message.ready)
         return value
 
-    def _bring(self, tensor: Tensor, message: Message) -> Tensor:
+    def _bring(self, tensor: Tensor, message: DeviceMessage) -> Tensor:
         if tensor.device == self.device:
             tensor.record_stream(self._compute)
             return tensor

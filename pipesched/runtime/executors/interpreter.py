@@ -16,7 +16,7 @@ from pipesched.program.program import Program
 from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.tensors.payload import PerConsumer
 
-__all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
+__all__ = ["BoundRank", "StageLike", "Stamps", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
@@ -135,7 +135,7 @@ def _taken(edge: _Edge) -> Any:
     return value
 
 
-class _Step(NamedTuple):
+class _BoundAction(NamedTuple):
     """The call that runs an action. The edges ``takes`` supply the arguments; the edges ``gives`` store the result.
 
     ``wait`` is called before the action starts. ``wait`` is None unless the action needs results of collectives or
@@ -183,7 +183,7 @@ class _Norms:
             self._own = []
 
 
-class Rank:
+class BoundRank:
     """One rank of a program, bound to its stages. Stores the calls of the rank's actions and their edges.
 
     Args:
@@ -223,18 +223,18 @@ class Rank:
         self._unawaited: set[int] = set()  # stages with a gather that no bound action waits for
         #: The last backward of each stage whose reductions start during that backward.
         self._last = {program.columns.action(int(last_gradients(program)[stage])) for stage in early_stages(program)}
-        self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
+        self._bound: tuple[Sequence[Action], list[_BoundAction]] = ((), [])
 
-    def bind(self, order: Sequence[Action]) -> list[_Step]:
+    def bind(self, order: Sequence[Action]) -> list[_BoundAction]:
         """Return the calls of an order's actions. Binding the same order object again returns the same list."""
         if self._bound[0] is not order:
-            binder, other = _BINDERS.get, Rank._call
+            binder, other = _BINDERS.get, BoundRank._call
             self._bound = order, [binder(one.kind.row.handler, other)(self, one) for one in order]
         return self._bound[1]
 
-    def _call(self, action: Action) -> _Step:
+    def _call(self, action: Action) -> _BoundAction:
         call = partial(getattr(self.stages[action.stage], action.kind.row.handler), action.microbatch)
-        return _Step(action, call, wait=self._wait(action))
+        return _BoundAction(action, call, wait=self._wait(action))
 
     def _wait(self, action: Action) -> Callable[[], Any] | None:
         """Return a function that waits for the collectives that an action needs; None if no wait is needed."""
@@ -258,7 +258,7 @@ class Rank:
             known = self._edges[ends] = _Edge(ends[0])
         return known
 
-    def _forward(self, action: Action) -> _Step:
+    def _forward(self, action: Action) -> _BoundAction:
         stage, _, microbatch, _ = action
         pair = stage, self._pair(microbatch)
         split = pair in self._split
@@ -266,29 +266,29 @@ class Rank:
         call = partial(self.stages[stage].forward, microbatch, split=split, checkpointed=checkpointed)
         takes = [self._edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
         gives = [self._edge(stage, consumer, False, microbatch) for consumer in self._graph.consumers[stage]]
-        return _Step(action, call, takes, gives, self._wait(action))
+        return _BoundAction(action, call, takes, gives, self._wait(action))
 
-    def _recompute(self, action: Action) -> _Step:
+    def _recompute(self, action: Action) -> _BoundAction:
         stage, _, microbatch, _ = action
         split = (stage, self._pair(microbatch)) in self._split
         call = partial(self.stages[stage].recompute, microbatch, split=split)
-        return _Step(action, call, wait=self._wait(action))
+        return _BoundAction(action, call, wait=self._wait(action))
 
-    def _backward(self, action: Action) -> _Step:
+    def _backward(self, action: Action) -> _BoundAction:
         stage, kind, microbatch, _ = action
         run = getattr(self.stages[stage], "last_backward" if action in self._last else kind.row.handler)
         takes = [self._edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [self._edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, partial(run, microbatch), takes, gives, self._wait(action))
+        return _BoundAction(action, partial(run, microbatch), takes, gives, self._wait(action))
 
-    def _unshard(self, action: Action) -> _Step:
+    def _unshard(self, action: Action) -> _BoundAction:
         self._unawaited.add(action.stage)
-        return _Step(action, partial(self.stages[action.stage].unshard, action.microbatch))
+        return _BoundAction(action, partial(self.stages[action.stage].unshard, action.microbatch))
 
-    def _reshard(self, action: Action) -> _Step:
+    def _reshard(self, action: Action) -> _BoundAction:
         stage, _, number, _ = action
         last = number == self._last_gathers[stage]
-        return _Step(action, partial(self.stages[stage].reshard, number, last=last))
+        return _BoundAction(action, partial(self.stages[stage].reshard, number, last=last))
 
     def finish(self, stamps: Stamps) -> None:
         """Wait for the collectives of an order, and record in ``stamps`` when they ran."""
@@ -304,40 +304,40 @@ class Rank:
             if span is not None:
                 stamps.starts[position], stamps.ends[position] = span
 
-    def _norm(self, action: Action) -> _Step:
+    def _norm(self, action: Action) -> _BoundAction:
         measure = partial(self.stages[action.stage].norm, action.microbatch)
         norms = self._norms
         call = measure if norms is None else lambda: norms.add(measure())
-        return _Step(action, call, wait=self._wait(action))
+        return _BoundAction(action, call, wait=self._wait(action))
 
-    def _update(self, action: Action) -> _Step:
+    def _update(self, action: Action) -> _BoundAction:
         update = partial(self.stages[action.stage].update, action.microbatch)
         norms = self._norms
         if norms is None:
-            return _Step(action, update, wait=self._wait(action))
-        return _Step(action, lambda: update(norms.all), wait=norms.wait)
+            return _BoundAction(action, update, wait=self._wait(action))
+        return _BoundAction(action, lambda: update(norms.all), wait=norms.wait)
 
-    def _send(self, action: Action) -> _Step:
+    def _send(self, action: Action) -> _BoundAction:
         edge = self._edge(action.stage, _peer(action), action.kind in BACKWARD_MESSAGES, action.microbatch)
-        return _Step(action, self._transport.sender(action), takes=[edge])
+        return _BoundAction(action, self._transport.sender(action), takes=[edge])
 
-    def _receive(self, action: Action) -> _Step:
+    def _receive(self, action: Action) -> _BoundAction:
         edge = self._edge(_peer(action), action.stage, action.kind in BACKWARD_MESSAGES, action.microbatch)
-        return _Step(action, self._transport.receiver(action), gives=[edge])
+        return _BoundAction(action, self._transport.receiver(action), gives=[edge])
 
 
 #: Binds the handlers that get more than the number of the action, or whose results go to other actions.
-_BINDERS: dict[str, Callable[[Rank, Action], _Step]] = {
-    "forward": Rank._forward,
-    "backward": Rank._backward,
-    "input_grad": Rank._backward,
-    "recompute": Rank._recompute,
-    "unshard": Rank._unshard,
-    "reshard": Rank._reshard,
-    "norm": Rank._norm,
-    "update": Rank._update,
-    "send": Rank._send,
-    "receive": Rank._receive,
+_BINDERS: dict[str, Callable[[BoundRank, Action], _BoundAction]] = {
+    "forward": BoundRank._forward,
+    "backward": BoundRank._backward,
+    "input_grad": BoundRank._backward,
+    "recompute": BoundRank._recompute,
+    "unshard": BoundRank._unshard,
+    "reshard": BoundRank._reshard,
+    "norm": BoundRank._norm,
+    "update": BoundRank._update,
+    "send": BoundRank._send,
+    "receive": BoundRank._receive,
 }
 
 
@@ -350,7 +350,7 @@ def _peer(action: Action) -> int:
     return action.peer
 
 
-def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
+def interpret(rank: BoundRank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
     """Run an order on a rank. Yields each action before running it, so that the executor can stop the rank.
 
     ``stamps`` supplies the order and records the time stamps of its actions. If an action raises an exception, a note

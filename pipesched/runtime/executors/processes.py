@@ -33,10 +33,10 @@ from pipesched.runtime.connected_rank import ConnectedRank, account
 from pipesched.runtime.coordination.rank_activity import Stopped
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
 from pipesched.runtime.executors.device_streams import streams_for
-from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
+from pipesched.runtime.executors.interpreter import BoundRank, Stamps, interpret
 from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
 from pipesched.runtime.executors.threads import RunSpec
-from pipesched.runtime.transport.layout_book import digest
+from pipesched.runtime.transport.layout_predictor import digest
 from pipesched.tensors.caller_context import Caller, intra_op
 
 __all__ = ["ProcessExecutor"]
@@ -162,7 +162,7 @@ class ProcessExecutor:
                 run_spec.finish(True)
                 raise
             ends_of_rank = ChannelEnds(program, wire, self._grid.pipeline)
-            rank = Rank(self._grid.position, program, run_spec.stages, ends_of_rank, run_spec.pair)
+            rank = BoundRank(self._grid.position, program, run_spec.stages, ends_of_rank, run_spec.pair)
             run = RankRun(run_spec, caller, rank, self.continue_run, self.connected.leave)
             self._streams.begin()
             return run
@@ -182,7 +182,7 @@ class ProcessExecutor:
         run.run_spec.finish(run.failed)
 
     def _run_order(
-        self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
+        self, rank: BoundRank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
     ) -> RankTimeline:
         self._streams.follow()
         stamps = Stamps.room_for(order)
@@ -195,9 +195,9 @@ class ProcessExecutor:
             rank.finish(stamps)
         size = len(grid.pipeline)
         all_stamps = [stamps if index == grid.position else Stamps.room_for(()) for index in range(size)]
-        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self.connected.clock_s)
+        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self.connected.time_offset_s)
 
-    def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
+    def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> BoundRank:
         """Return the Rank for a run's stages.
 
         Later runs with the same stages reuse the Rank. If this run executes only a part of each rank's order, the Rank
@@ -206,11 +206,11 @@ class ProcessExecutor:
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
             ends = ChannelEnds(run_spec.program, self.connected.wire(), self._grid.pipeline)
-            rank = Rank(self._grid.position, run_spec.program, run_spec.stages, ends, run_spec.pair)
+            rank = BoundRank(self._grid.position, run_spec.program, run_spec.stages, ends, run_spec.pair)
             messages.rank = rank if run_spec.orders is None else None
         return rank
 
-    def _interpret(self, rank: Rank, stamps: Stamps) -> None:
+    def _interpret(self, rank: BoundRank, stamps: Stamps) -> None:
         bell = self.connected.alarm.bell
         try:
             for _ in interpret(rank, self._streams, stamps):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipesched.program.actions import Action
-from pipesched.runtime.executors.interpreter import Rank
+from pipesched.runtime.executors.interpreter import BoundRank
 from pipesched.runtime.executors.threads import RunSpec, Timeline
 from pipesched.tensors.caller_context import Caller
 
@@ -31,7 +31,7 @@ class RankRun:
         self,
         run_spec: RunSpec,
         caller: Caller,
-        rank: Rank,
+        rank: BoundRank,
         run_part: "Callable[[RankRun, tuple[Action, ...]], RankTimeline]",
         leave: Callable[[str], None],
     ) -> None:

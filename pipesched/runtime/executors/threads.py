@@ -27,15 +27,15 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children
 from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.rank_activity import Stopped
-from pipesched.runtime.executors.device_streams import DeviceStreams, Message, streams_for
-from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
+from pipesched.runtime.executors.device_streams import DeviceMessage, DeviceStreams, streams_for
+from pipesched.runtime.executors.interpreter import BoundRank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller, check_modes
 from pipesched.tensors.payload import Payload
 
 __all__ = ["RunSegment", "RunSpec", "ThreadExecutor", "ThreadRun", "Timeline"]
 
-_STOP = Message("stop")
+_STOP = DeviceMessage("stop")
 _REMEMBERED = 64  # the maximum number of bound programs to keep
 _PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is deleted or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
@@ -70,7 +70,9 @@ class BoundProgram:
         self.orders = tuple(run_spec.orders or run_spec.program.orders)
         self.channels = _channels(self.program)
         self.ranks = [
-            Rank(index, self.program, self.stages, _QueueTransport(self.program, self.channels, streams), run_spec.pair)
+            BoundRank(
+                index, self.program, self.stages, _QueueTransport(self.program, self.channels, streams), run_spec.pair
+            )
             for index, streams in enumerate(streams_of_rank)
         ]
 
@@ -210,7 +212,7 @@ class Timeline:
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
 
 
-_Channels = dict[tuple[int, int, Kind], "SimpleQueue[Message]"]
+_Channels = dict[tuple[int, int, Kind], "SimpleQueue[DeviceMessage]"]
 
 
 def _channels(program: Program) -> _Channels:

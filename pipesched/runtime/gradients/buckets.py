@@ -13,10 +13,10 @@ from pipesched.runtime.gradients.divided_copies import Divided, DividedCopies
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.tensors.flat_buffers import by_gradient_dtype, places
 
-__all__ = ["GradientBuckets", "Sums", "Ticket", "local"]
+__all__ = ["GradientBuckets", "StartedSum", "Sums", "local"]
 
 
-class Ticket(Protocol):
+class StartedSum(Protocol):
     """A started sum over replicas."""
 
     #: The start and the end of the sum, on the clock of the rank's executor; None until the sum has ended.
@@ -32,7 +32,7 @@ class Sums(Protocol):
     def length(self, numbers: int) -> int:
         """Return the length of a buffer for ``numbers`` elements. The length can include padding."""
 
-    def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
+    def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> StartedSum:
         """Start replacing buffers with their sums over replicas.
 
         If ``of_shards`` is set, each sum includes only the replicas that hold the same shards.
@@ -41,7 +41,7 @@ class Sums(Protocol):
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
 
-    def scatter(self, buffers: list[Tensor]) -> Ticket:
+    def scatter(self, buffers: list[Tensor]) -> StartedSum:
         """Start a reduce-scatter of buffers that have one row per replica.
 
         Each buffer is replaced with this replica's row, summed over the buffers of all replicas.
@@ -73,7 +73,7 @@ class GradientBuckets:
         #: For each parameter whose gradient sum is split across replicas: the object that receives this replica's part.
         self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
-        self._started: list[tuple[int, _Copies | DividedCopies, Ticket]] = []
+        self._started: list[tuple[int, _FlatGradients | DividedCopies, StartedSum]] = []
         self._next = 0  # the first bucket that has not been started
         #: The start and the end of each bucket's last sum, on the clock of the rank's executor.
         self.spans: dict[int, tuple[Any, Any]] = {}
@@ -134,7 +134,7 @@ class GradientBuckets:
         for of_shards in (False, True):
             added = [parameter for parameter in whole if (parameter in self._sharded) is of_shards]
             if added:
-                copies = _Copies(added, self._sums.length)
+                copies = _FlatGradients(added, self._sums.length)
                 self._started.append((bucket, copies, self._sums.start(copies.buffers, of_shards=of_shards)))
         if len(whole) < len(parameters):
             parts = DividedCopies({p: self.divided[p] for p in parameters if p in self.divided})
@@ -151,7 +151,7 @@ class GradientBuckets:
                 self.spans[bucket] = ticket.span
 
 
-class _Copies:
+class _FlatGradients:
     """The gradients of a bucket in flat buffers, one for each dtype.
 
     A buffer ends with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over

@@ -11,12 +11,12 @@ import torch
 
 from pipesched.runtime.transport.ports import ConnectionLostError
 
-__all__ = ["CollectiveLane", "Ticket"]
+__all__ = ["CollectiveLane", "LaneJob"]
 
 _LOOK_S = 0.05  # the interval at which a waiting rank checks whether another rank has failed
 
 
-class Ticket:
+class LaneJob:
     """A job of the collective lane. Callers can wait until the job has run."""
 
     def __init__(self, job: Callable[[], None], device: torch.device) -> None:
@@ -65,7 +65,7 @@ class CollectiveLane:
 
     def __init__(self, device: torch.device, now: Callable[[], Any]) -> None:
         self._device = device
-        self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._queue: SimpleQueue[LaneJob | None] = SimpleQueue()
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         thread = threading.Thread(
             target=_run, args=(self._queue, stream, now), name="pipesched-collectives", daemon=True
@@ -73,14 +73,14 @@ class CollectiveLane:
         thread.start()
         self.close = finalize(self, self._queue.put, None)
 
-    def start(self, job: Callable[[], None]) -> Ticket:
+    def start(self, job: Callable[[], None]) -> LaneJob:
         """Queue a job, which runs after all earlier jobs."""
-        ticket = Ticket(job, self._device)
+        ticket = LaneJob(job, self._device)
         self._queue.put(ticket)
         return ticket
 
 
-def _run(queue: "SimpleQueue[Ticket | None]", stream: Any, now: Callable[[], Any]) -> None:
+def _run(queue: "SimpleQueue[LaneJob | None]", stream: Any, now: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     while (ticket := queue.get()) is not None:
         ticket.run(stream, now)

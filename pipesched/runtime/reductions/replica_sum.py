@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from pipesched.errors import ModelTypeError
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.rank_grid import own_group
-from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
+from pipesched.runtime.reductions.collective_lane import CollectiveLane, LaneJob
 from pipesched.tensors.flat_buffers import free, padded, places
 
 __all__ = ["ReplicaGroup", "ReplicaSums"]
@@ -173,7 +173,7 @@ class ReplicaSums:
             )
         return True
 
-    def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
+    def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> LaneJob:
         """Start replacing buffers with their sums over replicas, and return the Ticket of this job.
 
         If ``of_shards`` is True, each sum includes only the replicas that hold the same shards.
@@ -181,7 +181,7 @@ class ReplicaSums:
         group = self._shards if of_shards else self._group
         return self._lane.start(partial(_each, group.add, buffers))
 
-    def scatter(self, buffers: list[Tensor]) -> Ticket:
+    def scatter(self, buffers: list[Tensor]) -> LaneJob:
         """Start a reduce-scatter of buffers that have one row per replica.
 
         Each buffer is replaced with this replica's row, summed over the buffers of all replicas.
@@ -212,7 +212,7 @@ class ReplicaSums:
 
         self._lane.start(run).wait(self.check)
 
-    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
+    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> LaneJob:
         """Start copying tensors between replicas. Replica i sends list i of each entry of ``parts`` to all others."""
         return self._lane.start(partial(_each, self._group.spread, parts))
 

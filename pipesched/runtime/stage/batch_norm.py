@@ -173,7 +173,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StageNorms:
     """A stage's `Norms` (None if another process runs the stage), and two ranks.
 
     ``rank`` runs the stage, and ``home_rank`` runs the stage that owns the weights.
@@ -199,7 +199,7 @@ class MiniBatchNorms(RunPart):
             )
         self.active = mode == "mini-batch"
         self._trade = trade
-        self._all: dict[tuple[int, int], _Held] = {}
+        self._all: dict[tuple[int, int], _StageNorms] = {}
         #: The norms of this process whose batch counters the present run may have changed.
         self._counted: list[Norms] = []
 
@@ -249,7 +249,7 @@ class MiniBatchNorms(RunPart):
         if not self.active:
             return None
         norms = Norms(modules) if self._trade.holds(ranks[0]) else None
-        self._all[stage] = _Held(norms, *ranks)
+        self._all[stage] = _StageNorms(norms, *ranks)
         return norms
 
     def begin(self, step_data: StepData) -> None:
@@ -275,9 +275,9 @@ class MiniBatchNorms(RunPart):
     def _own(self) -> list[Norms]:
         return [held.norms for held in self._all.values() if held.norms is not None]
 
-    def _sorted(self) -> list[tuple[tuple[int, int], _Held]]:
+    def _sorted(self) -> list[tuple[tuple[int, int], _StageNorms]]:
         return sorted(self._all.items(), key=lambda item: item[0])
 
 
-def _taken(held: _Held) -> _Seen:
+def _taken(held: _StageNorms) -> _Seen:
     return held.norms.taken() if held.norms is not None else {}

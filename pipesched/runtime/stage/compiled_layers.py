@@ -100,7 +100,7 @@ class Compiled:
         self._options = options
         self._device = device
         self._made = made
-        self._layers: dict[nn.Module, _Layer] = {}
+        self._layers: dict[nn.Module, _CompiledLayer] = {}
         self._quiet: set[nn.Module] = set()
         self._route = torch.compiler.disable(_add)  # breaks the graph where a layer adds a loss
 
@@ -123,7 +123,7 @@ class Compiled:
         """
         compiled = self._layers.get(layer)
         if compiled is None:
-            compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))
+            compiled = self._layers[layer] = _CompiledLayer(layer, self._compiled(layer))
         named = {f"layer.{name}": tensor for name, tensor in own.items()}
         act = partial(_called, partial(self._route, mode), named, compiled, args, kwargs)
         mode.__exit__(None, None, None)
@@ -161,7 +161,7 @@ def _add(mode: TorchFunctionMode, *added: Any) -> None:
 def _called(
     route: Route,
     named: Mapping[str, Tensor],
-    compiled: "_Layer",
+    compiled: "_CompiledLayer",
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -174,7 +174,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return layer(*args, **kwargs)
 
 
-class _Layer(nn.Module):
+class _CompiledLayer(nn.Module):
     """Calls a layer through a compiled function. ``functional_call`` can replace the layer's tensors."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.runtime.gradients.buckets import Ticket
+from pipesched.runtime.gradients.buckets import StartedSum
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
 
@@ -56,7 +56,7 @@ class DividedWeights:
         self._arriving = False  # whether the whole tensors are being gathered
         self._gathered = False  # whether the parameters are whole
         self._number = 0
-        self._ticket: Ticket | None = None
+        self._ticket: StartedSum | None = None
         #: The start and the end of each gather of this run, on the clock of the rank's executor.
         self.spans: dict[int, tuple[Any, Any]] = {}
 

@@ -17,7 +17,7 @@ from pipesched.tensors.torch_functions import version_of
 __all__ = ["KeptBuffers"]
 
 
-class _Kept(NamedTuple):
+class _BufferBefore(NamedTuple):
     """A buffer before a step."""
 
     module: nn.Module
@@ -44,7 +44,7 @@ class KeptBuffers(RunPart):
         self._roots = roots
         #: The buffers that steps change, as the first step has shown; None before the first step.
         self._changing: set[tuple[nn.Module, str]] | None = None
-        self._before: list[_Kept] = []
+        self._before: list[_BufferBefore] = []
 
     @property
     def exist(self) -> bool:
@@ -65,7 +65,7 @@ class KeptBuffers(RunPart):
         self._before = []
 
     @torch.no_grad()
-    def _kept(self) -> list[_Kept]:
+    def _kept(self) -> list[_BufferBefore]:
         if self._changing is None:
             places = [(module, name) for root in self._roots for module in root.modules() for name in _buffers(module)]
         else:
@@ -75,7 +75,7 @@ class KeptBuffers(RunPart):
             buffer = _buffers(module).get(name)
             if buffer is not None and not buffer.is_meta:
                 copy = None if is_expanded(buffer) else buffer.clone()
-                kept.append(_Kept(module, name, buffer, version_of(buffer), copy))
+                kept.append(_BufferBefore(module, name, buffer, version_of(buffer), copy))
         return kept
 
 
@@ -84,7 +84,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _restore(kept: Sequence[_Kept]) -> None:
+def _restore(kept: Sequence[_BufferBefore]) -> None:
     for one in kept:
         if not isinstance(one.module, torch.jit.ScriptModule):  # scripted code cannot replace a buffer
             one.module._buffers[one.name] = one.buffer

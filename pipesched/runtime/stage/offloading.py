@@ -73,7 +73,7 @@ def _both_ways_s(device: torch.device) -> float:
     return float(max(begin.elapsed_time(end) for begin, end in ends) / 1e3)
 
 
-class _Piece:
+class _SharedStorage:
     """A storage that several saved tensors can share. The storage is on the device, on the host, or in transit."""
 
     __slots__ = ("__weakref__", "device", "host", "ready")
@@ -84,8 +84,8 @@ class _Piece:
         self.ready: torch.cuda.Event | None = None
 
 
-class _Held:
-    """A saved tensor. Once it is offloaded, only its layout and the `_Piece` that contains it are kept."""
+class _SavedTensor:
+    """A saved tensor. Once it is offloaded, only its layout and the `_SharedStorage` that contains it are kept."""
 
     __slots__ = ("__weakref__", "form", "goes", "memory", "piece", "tensor", "version")
 
@@ -95,9 +95,9 @@ class _Held:
         self.goes = goes
         self.memory = _address(tensor)
         self.form: Any = None
-        self.piece: _Piece | None = None
+        self.piece: _SharedStorage | None = None
 
-    def leave(self, piece: _Piece) -> None:
+    def leave(self, piece: _SharedStorage) -> None:
         """Release the tensor; keep its layout, and the ``piece`` of memory with its data."""
         tensor = self.unchanged()
         self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -143,8 +143,8 @@ class Offloads:
         self._streams = streams
         if device.type == "cuda":
             self._streams = streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        self._held: dict[int, list[weakref.ref[_Held]]] = {}
-        self._pieces: dict[int, list[weakref.ref[_Piece]]] = {}
+        self._held: dict[int, list[weakref.ref[_SavedTensor]]] = {}
+        self._pieces: dict[int, list[weakref.ref[_SharedStorage]]] = {}
         self._going = False
 
     def clear(self) -> None:
@@ -161,12 +161,12 @@ class Offloads:
         """A context that records the tensors that a micro-batch's forward saves."""
         held = self._held[microbatch] = []
 
-        def pack(tensor: Tensor) -> _Held:
-            one = _Held(tensor if tensor.is_leaf else tensor.detach(), self._going and not _is_weight(tensor))
+        def pack(tensor: Tensor) -> _SavedTensor:
+            one = _SavedTensor(tensor if tensor.is_leaf else tensor.detach(), self._going and not _is_weight(tensor))
             held.append(weakref.ref(one))
             return one
 
-        with saved_tensors_hooks(pack, _Held.back):
+        with saved_tensors_hooks(pack, _SavedTensor.back):
             yield
 
     @contextmanager
@@ -186,7 +186,7 @@ class Offloads:
         """
         pieces = self._pieces[microbatch] = []
         for tensors in self._movable(microbatch, staying):
-            piece = _Piece(_bytes_of(tensors[0].unchanged()))
+            piece = _SharedStorage(_bytes_of(tensors[0].unchanged()))
             for held in tensors:
                 held.leave(piece)
             self._to_host(piece)
@@ -208,9 +208,9 @@ class Offloads:
             self._wait(piece)
             piece.host = None
 
-    def _movable(self, microbatch: int, staying: Collection[int]) -> Iterator[list[_Held]]:
+    def _movable(self, microbatch: int, staying: Collection[int]) -> Iterator[list[_SavedTensor]]:
         """Yield lists of saved tensors that can be moved. The tensors in a list share their memory."""
-        groups: dict[int, list[_Held]] = {}
+        groups: dict[int, list[_SavedTensor]] = {}
         for held in _alive(self._held.get(microbatch, ())):
             groups.setdefault(held.memory, []).append(held)
         for memory, tensors in groups.items():
@@ -221,19 +221,19 @@ class Offloads:
                 ):  # otherwise part of the memory is in use elsewhere
                     yield tensors
 
-    def _to_host(self, piece: _Piece) -> None:
+    def _to_host(self, piece: _SharedStorage) -> None:
         assert piece.device is not None
         piece.host = torch.empty(
             len(piece.device), dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
         )
         self._copy(piece, piece.host, piece.device, outward=True)
 
-    def _to_device(self, piece: _Piece) -> None:
+    def _to_device(self, piece: _SharedStorage) -> None:
         assert piece.host is not None
         piece.device = torch.empty(len(piece.host), dtype=torch.uint8, device=self._device)
         self._copy(piece, piece.device, piece.host, outward=False)
 
-    def _copy(self, piece: _Piece, target: Tensor, source: Tensor, *, outward: bool) -> None:
+    def _copy(self, piece: _SharedStorage, target: Tensor, source: Tensor, *, outward: bool) -> None:
         if self._streams is None:
             target.copy_(source)
             return
@@ -246,7 +246,7 @@ class Offloads:
         piece.ready = torch.cuda.Event()
         piece.ready.record(stream)
 
-    def _wait(self, piece: _Piece) -> None:
+    def _wait(self, piece: _SharedStorage) -> None:
         """Make later computation on the current stream wait for the piece's last copy."""
         if piece.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(piece.ready)
@@ -276,7 +276,7 @@ def _alive(references: Iterable["weakref.ref[Any]"]) -> list[Any]:
     return [one for reference in references if (one := reference()) is not None]
 
 
-def _moves(held: _Held, device: torch.device) -> bool:
+def _moves(held: _SavedTensor, device: torch.device) -> bool:
     """Return whether a saved tensor is on the device and can be restored from its bytes and its layout."""
     tensor = held.tensor
     if tensor is None or type(tensor) not in _PLAIN or tensor.device != device or tensor.layout is not torch.strided:

@@ -76,7 +76,7 @@ class Inheritance:
         scheduled = any("initial_lr" in entry.group for entry in old.values())
         #: Stages with a new optimizer that no learning rate scheduler controls, although a scheduler controls the old
         #: optimizers.
-        self.undriven = [index for index in self._heirs if scheduled and index not in before]
+        self.stages_without_scheduler = [index for index in self._heirs if scheduled and index not in before]
 
     def take(self) -> dict[int, Optimizer]:
         """Move all parameters and states to the new stages' optimizers; return the optimizers, keyed by stage."""

@@ -29,7 +29,7 @@ _RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], An
 _Call = tuple[str, int]
 
 
-class _Seen(NamedTuple):
+class _BuffersBefore(NamedTuple):
     """A layer's buffers before a call, divided into changed buffers and unchanged buffers."""
 
     #: Copies of the buffers that the call changes.
@@ -108,15 +108,15 @@ class RecomputedLayers:
         self._check_input(which, versions != [version_of(tensor) for tensor in given.tensors])
         return value
 
-    def _before(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor]) -> _Seen:
+    def _before(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor]) -> _BuffersBefore:
         buffers = _buffers(layer, own)
         moving = self._moving.get((which, _modes(layer)), buffers) if buffers else ()
         copies = {
             name: with_attributes_of(buffer, buffer.clone()) for name, buffer in buffers.items() if name in moving
         }
-        return _Seen(copies, {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()})
+        return _BuffersBefore(copies, {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()})
 
-    def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
+    def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _BuffersBefore) -> None:
         """Separate the buffers in ``seen`` that the call changes from the unchanged buffers.
 
         The first run of a call determines the changed buffers, once for each combination of the modules' training
@@ -162,7 +162,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_dear(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _Call) -> dict[str, Tensor]:
+def _checked(seen: _BuffersBefore, layer: nn.Module, own: Mapping[str, Tensor], which: _Call) -> dict[str, Tensor]:
     """Return copies of the buffers that the layer's forward changes, for use in the recompute.
 
     Raises ExecutionError if any other buffer has been modified since the first run.

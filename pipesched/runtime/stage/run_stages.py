@@ -54,7 +54,7 @@ class RunStages:
             stage.begin(step_data, self.uses.get(index))
             divided = stage.sharded is not None or stage.divided_weights is not None
             if divided and not step_data.outside_loss and index not in self.uses:
-                stage.gather(_last_backward(self.program, index))
+                stage.begin_weights(_last_backward(self.program, index))
 
     def completed(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, in which an executor runs the stages.

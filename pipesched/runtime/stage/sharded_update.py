@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ExecutionError, ModelTypeError
-from pipesched.runtime.gradients.buckets import Ticket
+from pipesched.runtime.gradients.buckets import StartedSum
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.gradients.shards import Shards
@@ -25,7 +25,7 @@ __all__ = ["ShardedUpdate", "Spread"]
 class Spread(Protocol):
     """Sends tensors between replicas."""
 
-    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
+    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> StartedSum:
         """Start to copy tensors between replicas, with one collective for each entry of ``parts``.
 
         An entry contains one list of tensors per replica. Replica i sends the tensors in list i, and the other replicas
@@ -61,7 +61,7 @@ class ShardedUpdate:
         self.shards = shards
         self._buckets = [[parameter for parameter in bucket if parameter in shards] for bucket in buckets]
         self._spread = spread
-        self._ticket: Ticket | None = None
+        self._ticket: StartedSum | None = None
         self._checked = False
         self._taken: set[nn.Parameter] = set()  # the parameters whose gradients are divided
         #: Parameters whose rows are not sent after an update, because the next run gathers them.

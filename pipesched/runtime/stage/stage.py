@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture.stage_body import Body, Chain, Head
+from pipesched.capture.stage_body import Body, Head, LayerChain
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
@@ -66,7 +66,7 @@ class Stage:
         checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint] | None = None,
         written: Collection[str] = (),
     ) -> None:
-        self.body = Chain(body) if isinstance(body, Mapping) else body
+        self.body = LayerChain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
         self.device = device
         self.head = head
@@ -99,8 +99,8 @@ class Stage:
         self.weights = None if uses is None else WeightStash(self.modules, uses)
         self._runner.begin(step_data, self.weights)
 
-    def gather(self, last_backward: int | None) -> None:
-        """Start a run: free all but this replica's rows of divided weights, and begin to gather sharded modules.
+    def begin_weights(self, last_backward: int | None) -> None:
+        """Prepare the weights for a run: keep this replica's rows of divided weights, and gather sharded modules.
 
         ``last_backward`` is the micro-batch of the stage's last B or W, during which the gradients of sharded
         modules are reduced; None if the run has no backward.

@@ -24,7 +24,7 @@ Tensors = dict[str, dict[str, Tensor]]
 _Arrived = list[tuple[Tensor, Tensor]]
 
 
-class _Holder(nn.Module):
+class _ModuleHolder(nn.Module):
     """A module that contains several modules, so that ``functional_call`` can replace the weights of all of them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -46,7 +46,7 @@ class WeightStash:
 
     def __init__(self, modules: Mapping[str, Any], uses: Uses) -> None:
         self._modules = {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
-        self._holder = _Holder(self._modules.values())
+        self._holder = _ModuleHolder(self._modules.values())
         self._uses = uses
         self._end: int | None = None
         self._newest = 0

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.encoding import Encoding
-from pipesched.runtime.transport.layout_book import DIGEST_BYTES, LayoutBook, digest
+from pipesched.runtime.transport.layout_predictor import DIGEST_BYTES, LayoutPredictor, digest
 from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import Ports, Work, awaited, lost
 from pipesched.simulation.memory import AHEAD
@@ -58,7 +58,7 @@ class Counts(NamedTuple):
         return cls([0, 0], [0, 0])
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     """A message that may not have been received yet. The buffer is later added to the list ``spare``."""
 
     position: int
@@ -89,7 +89,7 @@ class Outgoing:
         counts: Counts | None = None,
         way: int = 0,
     ) -> None:
-        self.book = LayoutBook()
+        self.predictor = LayoutPredictor()
         self._ports = ports
         self._peer = peer
         self._tag = tag
@@ -97,8 +97,8 @@ class Outgoing:
         self._counts = counts or Counts.none()
         self._way = way
         self._position = 0
-        self._sent: deque[_Sent] = deque()
-        self._aside: deque[_Sent] = deque()
+        self._sent: deque[_SentMessage] = deque()
+        self._aside: deque[_SentMessage] = deque()
         self._header = bytearray(_HEADER)
         self._write = ports.short.sender(peer, tag)
 
@@ -110,15 +110,15 @@ class Outgoing:
         self.drain()
         self._position = 0
         self._counts.there[self._way] = 0
-        self.book.open(keys)
+        self.predictor.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
         """Add messages with these layout keys to the run."""
-        self.book.extend(keys, self._position)
+        self.predictor.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
         """Send the next value without waiting."""
-        layout = self.book.form(self._position)
+        layout = self.predictor.form(self._position)
         data = None if layout is None or layout.nbytes >= self._ports.limit else layout.plain_bytes(value)
         if layout is None or data is None:
             self._send_described(layout, value)
@@ -163,8 +163,8 @@ class Outgoing:
         data.fill(leaves)
         for tensor in (torch.frombuffer(bytearray(written), dtype=torch.uint8), data.tensor):
             if len(tensor) and (work := self._ports.send(tensor, self._peer, self._tag + 1)) is not None:
-                self._aside.append(_Sent(self._position, work, tensor))
-        self.book.note(self._position, layout)
+                self._aside.append(_SentMessage(self._position, work, tensor))
+        self.predictor.note(self._position, layout)
 
     def _send_short(self, parts: Sequence[Any], nbytes: int) -> None:
         try:
@@ -172,14 +172,14 @@ class Outgoing:
         except RuntimeError as error:
             raise lost(self._peer, error) from None
         if work is not None:
-            self._sent.append(_Sent(self._position, work))
+            self._sent.append(_SentMessage(self._position, work))
 
     def _send_long(self, packed: Packed, spare: list[Packed]) -> None:
         try:
             work = self._ports.long.send([packed.tensor], self._peer, self._tag)
         except RuntimeError as error:
             raise lost(self._peer, error) from None
-        self._sent.append(_Sent(self._position, work, packed, spare))
+        self._sent.append(_SentMessage(self._position, work, packed, spare))
 
     def _retire(self, count: int) -> None:
         """Wait until the first ``count`` messages of this run are sent, and release their buffers."""
@@ -223,7 +223,7 @@ class Incoming:
         counts: Counts | None = None,
         way: int = 0,
     ) -> None:
-        self.book = LayoutBook()
+        self.predictor = LayoutPredictor()
         self.taken = 0
         self._ports = ports
         self._peer = peer
@@ -239,16 +239,16 @@ class Incoming:
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self.taken = self._next = self._counts.here[self._way] = 0
-        self.book.open(keys)
+        self.predictor.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
         """Add messages with these layout keys to the run."""
-        self.book.extend(keys, self.taken)
+        self.predictor.extend(keys, self.taken)
 
     def post(self, ahead: int = AHEAD) -> None:
         """Post receives for the next messages until ``ahead`` receives are pending."""
-        while self._next < self.book.end and len(self._posted) < ahead:
-            self._posted.append(self._prepared(self.book.form(self._next)))
+        while self._next < self.predictor.end and len(self._posted) < ahead:
+            self._posted.append(self._prepared(self.predictor.form(self._next)))
             self._next += 1
 
     def _prepared(self, layout: MessageLayout | None) -> _Posted:
@@ -272,7 +272,7 @@ class Incoming:
         if not self._posted:
             self.post()
         memory, header, data, work, value = self._posted.popleft()
-        layout = self.book.form(self.taken)
+        layout = self.predictor.form(self.taken)
         start = 0 if work is None else _HEADER
         self.post()
         try:
@@ -289,7 +289,7 @@ class Incoming:
             layout, memory = self._receive_unforeseen(layout_bytes, data_bytes)
             start = 0
             value = None
-            self.book.note(self.taken, layout)
+            self.predictor.note(self.taken, layout)
         self.taken += 1
         self._counts.here[self._way] = self.taken
         self._counts.there[:] = there
@@ -389,7 +389,7 @@ class _Neighbour:
 
     @staticmethod
     def _words(identity: bytes, ends: Sequence[Any]) -> bytes:
-        return identity + digest(b"".join(end.book.sizes for end in ends))
+        return identity + digest(b"".join(end.predictor.sizes for end in ends))
 
     def check(self, names: Sequence[str]) -> None:
         """Receive the other end's digests of the run, compare them with this end's, and post the first receives.

@@ -13,7 +13,7 @@ from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.coordination.rendezvous import AbsentError, Rendezvous
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.transport.channels import Channels
-from pipesched.runtime.transport.device_channels import LinkMaker, Links, ends_over, nccl_for
+from pipesched.runtime.transport.device_channels import DeviceLinks, LinkMaker, ends_over, nccl_for
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.ports import ConnectionLostError, Ports
 from pipesched.runtime.transport.sockets import SocketPort, own_host
@@ -37,7 +37,7 @@ class Connections:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, *, port: Any, sockets: SocketPort, links: Links | None = None
+        self, rank: int, num_ranks: int, *, port: Any, sockets: SocketPort, links: DeviceLinks | None = None
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
@@ -110,7 +110,7 @@ class DeviceTransport:
     def connect(self, store: Any, rank: int, num_ranks: int, timeout_s: float) -> Connections:
         maker = self._maker(self._device, timeout_s)
         connections = HostTransport().connect(store, rank, num_ranks, timeout_s)
-        connections.links = Links(maker, store, rank)
+        connections.links = DeviceLinks(maker, store, rank)
         return connections
 
 

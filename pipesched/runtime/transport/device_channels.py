@@ -45,11 +45,11 @@ from torch import Tensor, distributed
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.channels import Ends
 from pipesched.runtime.transport.encoding import Encoding
-from pipesched.runtime.transport.layout_book import LayoutBook
+from pipesched.runtime.transport.layout_predictor import LayoutPredictor
 from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import ShortPort, lost
 
-__all__ = ["Channel", "Link", "LinkMaker", "Links", "ends_over", "nccl_for"]
+__all__ = ["Channel", "DeviceLink", "DeviceLinks", "LinkMaker", "ends_over", "nccl_for"]
 
 _LENGTH = Struct("<q")  # a header: the size in bytes of the layout that follows; 0 if the prediction is right
 _AS_FORESEEN = _LENGTH.pack(0)
@@ -74,7 +74,7 @@ class _Sending(Protocol):
         """Return whether the memory of the send may be reused. Does not wait."""
 
 
-class Link(Protocol):
+class DeviceLink(Protocol):
     """One end of a one-way connection between two devices. Messages arrive in the order in which they are sent."""
 
     def connect(self) -> None:
@@ -98,7 +98,7 @@ class LinkMaker(Protocol):
 
     device: torch.device
 
-    def link(self, store: Any, *, sends: bool) -> Link:
+    def link(self, store: Any, *, sends: bool) -> DeviceLink:
         """Create the sending or the receiving end of a link; both ends must pass the same store."""
 
     def begin(self) -> None:
@@ -182,14 +182,14 @@ def nccl_for(device: torch.device, timeout_s: float) -> Nccl:
     return Nccl(device, timeout_s)
 
 
-class Links:
+class DeviceLinks:
     """All links of one rank. ``connect`` and ``close`` are collective."""
 
     def __init__(self, maker: LinkMaker, store: Any, rank: int) -> None:
         self._maker = maker
         self._store = store
         self._rank = rank
-        self._links: dict[Channel, Link] = {}
+        self._links: dict[Channel, DeviceLink] = {}
         self.begin = maker.begin
 
     @property
@@ -221,7 +221,7 @@ class Links:
                     f"{self._rank} and {peer} could not connect ({error}); give every process a separate device"
                 ) from error
 
-    def __getitem__(self, channel: Channel) -> Link:
+    def __getitem__(self, channel: Channel) -> DeviceLink:
         return self._links[channel]
 
     def drain(self) -> None:
@@ -257,7 +257,7 @@ def _turn(channel: Channel) -> tuple[bool, int, int, int]:
     return channel.backward, channel.giver % 2, channel.giver, channel.taker
 
 
-class _Sent(NamedTuple):
+class _DeviceSend(NamedTuple):
     """A message that the device may still be sending. The buffer is later added to the list ``spare``."""
 
     sending: _Sending
@@ -268,33 +268,33 @@ class _Sent(NamedTuple):
 class DeviceOutgoing:
     """The sending end of a channel between devices. ``port`` sends the headers, with the tag ``tag``."""
 
-    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
-        self.book = LayoutBook()
+    def __init__(self, links: DeviceLinks, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
+        self.predictor = LayoutPredictor()
         self._encoding = encoding
         self._links = links
         self._channel = channel
         self._write = port.sender(channel.taker, tag)
         self._position = 0
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_DeviceSend] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self._position = 0
-        self.book.open(keys)
+        self.predictor.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
         """Add messages with these layout keys to the run."""
-        self.book.extend(keys, self._position)
+        self.predictor.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
         """Send the next value without waiting."""
         description, leaves = describe(value, self._encoding)
-        layout = self.book.form(self._position)
+        layout = self.predictor.form(self._position)
         written = b""
         if layout is None or layout.description != description:
             layout = MessageLayout(description, self._encoding)
             written = layout.written()
-            self.book.note(self._position, layout)
+            self.predictor.note(self._position, layout)
         if layout.nbytes:
             self._send_data(layout, leaves)
         self._send_header(written)
@@ -304,7 +304,7 @@ class DeviceOutgoing:
         self._reclaim()
         packed = layout.spare.pop() if layout.spare else Packed(layout, 0, self._links.device)
         packed.fill(leaves)
-        self._sent.append(_Sent(self._links[self._channel].send(packed.tensor), packed, layout.spare))
+        self._sent.append(_DeviceSend(self._links[self._channel].send(packed.tensor), packed, layout.spare))
 
     def _reclaim(self) -> None:
         while self._sent and self._sent[0].sending.is_completed():
@@ -327,8 +327,8 @@ class DeviceOutgoing:
 class DeviceIncoming:
     """The receiving end of a channel between devices. ``port`` receives the headers, with the tag ``tag``."""
 
-    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
-        self.book = LayoutBook()
+    def __init__(self, links: DeviceLinks, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
+        self.predictor = LayoutPredictor()
         self._encoding = encoding
         self.taken = 0
         self._links = links
@@ -338,11 +338,11 @@ class DeviceIncoming:
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run. ``keys`` contains a layout key for each message of the run, in order."""
         self.taken = 0
-        self.book.open(keys)
+        self.predictor.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
         """Add messages with these layout keys to the run."""
-        self.book.extend(keys, self.taken)
+        self.predictor.extend(keys, self.taken)
 
     def post(self) -> None:
         """Do nothing, because a receive is posted only after its header has arrived."""
@@ -353,10 +353,10 @@ class DeviceIncoming:
         Later work on the current stream waits for the tensors of the value.
         """
         (layout_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        layout = self.book.form(self.taken)
+        layout = self.predictor.form(self.taken)
         if layout_bytes or layout is None:
             layout = MessageLayout.read(bytes(self._read(layout_bytes)), self._encoding)
-            self.book.note(self.taken, layout)
+            self.predictor.note(self.taken, layout)
         self.taken += 1
         if layout.nbytes:
             memory = self._links[self._channel].receive(layout.nbytes)
@@ -373,7 +373,7 @@ class DeviceIncoming:
         return memory
 
 
-def ends_over(links: Links, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
+def ends_over(links: DeviceLinks, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
     """Return a function that creates the sending and the receiving end of ``rank``'s channels with another rank.
 
     The arguments of that function are the other rank, the tag of the headers, and whether the channels are backward.

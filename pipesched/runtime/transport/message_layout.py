@@ -32,7 +32,7 @@ _Sizes = tuple[int, ...]
 Description = tuple[Any, ...]
 
 
-class _Piece(NamedTuple):
+class _ByteRange(NamedTuple):
     """A range of bytes in a message: the elements of one tensor, or memory that several tensors share."""
 
     offset: int
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
 
 class _Restored(NamedTuple):
-    """Describes how a received tensor is rebuilt from the `_Piece` of the message that contains it."""
+    """Describes how a received tensor is rebuilt from the `_ByteRange` of the message that contains it."""
 
     #: The number of the piece.
     piece: int
@@ -142,7 +142,7 @@ class MessageLayout:
     encoding: Encoding = field(repr=False, compare=False)
 
     @cached_property
-    def _layout(self) -> tuple[list[_Piece], list[_Restored | None], int]:
+    def _layout(self) -> tuple[list[_ByteRange], list[_Restored | None], int]:
         return _laid_out(self.description)
 
     @cached_property
@@ -176,7 +176,7 @@ class MessageLayout:
         return self._layout[2]
 
     @property
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[_ByteRange]:
         """The ranges of bytes that make up a message, in order."""
         return self._layout[0]
 
@@ -244,7 +244,7 @@ class MessageLayout:
         )
 
     @cached_property
-    def _only(self) -> _Piece | None:
+    def _only(self) -> _ByteRange | None:
         pieces, _, nbytes = self._layout
         plain = len(pieces) == 1 and pieces[0].source is None and pieces[0].first_byte is None
         return pieces[0] if plain and self.lies_as_sent and nbytes >= _LONG else None
@@ -295,7 +295,7 @@ class MessageLayout:
         return leaves if all(map(self.encoding.is_immutable, leaves)) else None
 
 
-def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) -> Tensor:
+def _tensor(one: _Restored, piece: _ByteRange, memory: Any, device: torch.device) -> Tensor:
     if not one.gapped:
         return torch.empty(0, dtype=one.dtype, device=device).set_(memory, one.offset, one.shape, one.stride)
     compact = torch.empty(0, dtype=one.dtype, device=device).set_(memory, 0, piece.shape, piece.stride)
@@ -333,7 +333,7 @@ class Packed:
             view.copy_(_source(piece, leaves[piece.leaf]), non_blocking=ahead)
 
 
-def _source(piece: _Piece, leaf: Tensor) -> Tensor:
+def _source(piece: _ByteRange, leaf: Tensor) -> Tensor:
     if piece.first_byte is not None:
         whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
         return whole.set_(leaf.untyped_storage(), piece.first_byte, piece.shape, piece.stride)
@@ -343,9 +343,9 @@ def _source(piece: _Piece, leaf: Tensor) -> Tensor:
 # ---- layout -------------------------------------------------------------------------------------------------------
 
 
-def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | None], int]:
+def _laid_out(description: Description) -> tuple[list[_ByteRange], list[_Restored | None], int]:
     _, looks, _, shared = description
-    pieces: list[_Piece] = []
+    pieces: list[_ByteRange] = []
     restored: list[_Restored | None] = []
     of_memory: dict[int, int] = {}
     end = 0
@@ -373,10 +373,10 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
     return pieces, restored, end
 
 
-def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
+def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_ByteRange, bool]:
     """Return the piece for a tensor that shares no memory, and whether its elements have gaps between them."""
     if 0 in shape:
-        return _Piece(offset, 0, leaf, dtype, shape, stride), False
+        return _ByteRange(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.
     once = tuple(1 if not step else size for size, step in zip(shape, stride, strict=True))
     source = None if once == shape else (once, stride)
@@ -389,15 +389,15 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
         apart &= step >= extent
         extent += (size - 1) * step
     if dense:
-        return _Piece(offset, extent * dtype.itemsize, leaf, dtype, once, stride, source), False
+        return _ByteRange(offset, extent * dtype.itemsize, leaf, dtype, once, stride, source), False
     if not apart:  # overlapping elements: send the whole range
         span = (extent,), (1,)
-        return _Piece(offset, extent * dtype.itemsize, leaf, dtype, *span, span), False
+        return _ByteRange(offset, extent * dtype.itemsize, leaf, dtype, *span, span), False
     compact = torch.empty(once, device="meta").stride()
-    return _Piece(offset, _product(once) * dtype.itemsize, leaf, dtype, once, compact, source), True
+    return _ByteRange(offset, _product(once) * dtype.itemsize, leaf, dtype, once, compact, source), True
 
 
-def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
+def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _ByteRange:
     """Return the piece for memory that leaves share: all bytes from the first to the last that any leaf uses."""
     ends = [
         (first, first + _reach(shape, stride) * dtype.itemsize)
@@ -408,7 +408,7 @@ def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) 
     ]
     low = min(first for first, _ in ends) // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT
     size = max(last for _, last in ends) - low
-    return _Piece(offset, size, leaf, torch.uint8, (size,), (1,), first_byte=low)
+    return _ByteRange(offset, size, leaf, torch.uint8, (size,), (1,), first_byte=low)
 
 
 def _reach(shape: _Sizes, stride: _Sizes) -> int:

@@ -82,7 +82,7 @@ def _address_of(interface: str) -> str:
     return ""
 
 
-class _Pending(NamedTuple):
+class _PendingSend(NamedTuple):
     """A send whose remaining bytes (``rest``) are written by a thread."""
 
     rest: memoryview
@@ -104,10 +104,10 @@ class _Sender:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._behind = 0  # messages queued for the thread; while there are any, new messages queue behind them
-        self._queue: SimpleQueue[_Pending] = SimpleQueue()
+        self._queue: SimpleQueue[_PendingSend] = SimpleQueue()
         self._writer: threading.Thread | None = None
 
-    def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
+    def send(self, parts: Sequence[Any], nbytes: int) -> _PendingSend | None:
         """Send buffers, as described in ``SocketPort.sender``.
 
         Bytes that a dead receiver never reads are lost without an error, because a rank must fail only if it waits for
@@ -128,14 +128,14 @@ class _Sender:
             raise RuntimeError(str(error)) from None
         return None if sent == nbytes else self._queue_rest(memoryview(b"".join(parts))[sent:])
 
-    def _queue_rest(self, rest: memoryview) -> _Pending:
+    def _queue_rest(self, rest: memoryview) -> _PendingSend:
         """Queue the rest of a message for the thread, as a copy, because the buffers may change."""
         with self._lock:
             self._behind += 1
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name="pipesched writer", daemon=True)
             self._writer.start()
-        pending = _Pending(rest, threading.Event(), self._timeout_s)
+        pending = _PendingSend(rest, threading.Event(), self._timeout_s)
         self._queue.put(pending)
         return pending
 
@@ -175,7 +175,7 @@ class _Sender:
     def close(self) -> None:
         """Close the connection; bytes already written still arrive."""
         if self._writer is not None:
-            self._queue.put(_Pending(memoryview(b""), threading.Event(), 0))
+            self._queue.put(_PendingSend(memoryview(b""), threading.Event(), 0))
             self._writer.join(_PATIENCE_S)
             if self._writer.is_alive():
                 self.hang_up()
@@ -241,7 +241,7 @@ class SocketPort:
         address = host, self._listeners[0].getsockname()[1], self._name, self._word.hex()
         store.set(f"address/{rank}", json.dumps(address))
 
-    def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
+    def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _PendingSend | None]:
         """Return a function that takes buffers and their total size in bytes, and sends the buffers without waiting.
 
         The caller may reuse the buffers as soon as the function returns. The function returns None if all bytes have

@@ -25,7 +25,7 @@ from pipesched.runtime.executors.channel_plan import channels_of
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.connections import DeviceTransport
-from pipesched.runtime.transport.device_channels import Links
+from pipesched.runtime.transport.device_channels import DeviceLinks
 from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.tensors.payload import Payload
 from tests.support.jobs.messages import Carries
@@ -142,7 +142,7 @@ def memory_of_messages(group: Any, num_microbatches: int) -> int:
         sum(sent.spare is form.spare for sent in channel._sent) + len(form.spare)
         for one in executor.connected.wire()._neighbours.values()
         for channel in one.outgoing
-        for form in channel.book.foreseen
+        for form in channel.predictor.foreseen
     )
     executor.close()
     return made
@@ -189,7 +189,7 @@ def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]
 
 
 def too_many_links(group: Any) -> str:
-    links = Links(StandIns(torch.device("cpu"), 10), None, 0)
+    links = DeviceLinks(StandIns(torch.device("cpu"), 10), None, 0)
     program = lower(schedules.get("1f1b").program(2, 2))
     (one, *_) = channels_of(program, range(2))
     try:

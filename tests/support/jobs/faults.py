@@ -180,8 +180,8 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     time.sleep(0.2)  # torch's own requests to the store at the start are not tested
     fuse.at("before construction")
     name("while capturing")
-    connect = connected_rank.clock_offset
-    connected_rank.clock_offset = lambda *args: (fuse.at("while connecting"), connect(*args))[1]  # type: ignore[assignment,attr-defined]
+    connect = connected_rank.time_offset
+    connected_rank.time_offset = lambda *args: (fuse.at("while connecting"), connect(*args))[1]  # type: ignore[assignment,attr-defined]
     if case.phase == "while measuring":
         for layer in layers:
             layer.pause_s = 0.01 if mesh["pp"].get_local_rank() == 0 else 0.0

@@ -197,5 +197,5 @@ def most_made(executor: ProcessExecutor) -> int:
     return max(
         sum(sent.spare is form.spare for sent in channel._sent) + len(form.spare)
         for channel in channels
-        for form in channel.book.foreseen
+        for form in channel.predictor.foreseen
     )

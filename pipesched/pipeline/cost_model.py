@@ -1,4 +1,4 @@
-"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs computed from them."""
+"""Cost model: the measured costs of a pipeline's layers and devices, and the stage costs computed from them."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from pipesched.model.state_guard import set_aside
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import StageCut
 from pipesched.pipeline.sent_values import learn_sent_values
-from pipesched.planning.cost_correction import Known, StageTimes, slowed
+from pipesched.planning.cost_correction import Known, MeasuredStage, slowed
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.program_factory import ProgramFactory
@@ -34,7 +34,7 @@ from pipesched.simulation.replication import ReplicaCosts, Replication
 from pipesched.simulation.size_fit import Size, SizeFit
 from pipesched.tensors.meta_tensors import lacks_contents
 
-__all__ = ["CostBook", "replica_costs"]
+__all__ = ["CostModel", "replica_costs"]
 
 
 def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCosts | None:
@@ -57,7 +57,7 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
     return ReplicaCosts(replication, len(first), links, grid.rows)
 
 
-class CostBook:
+class CostModel:
     """The known costs of layers, devices and links.
 
     Args:
@@ -197,7 +197,7 @@ class CostBook:
         """Return how many times slower a rank's device is than the fastest device; 1 if this was not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
-    def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
+    def learn(self, stages: Sequence[MeasuredStage], tolerance: float) -> None:
         """Correct the costs of layers and devices, based on the measured times of stages.
 
         Args:

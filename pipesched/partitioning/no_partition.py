@@ -1,4 +1,4 @@
-"""Infeasibility: builds the error for a request that no partition satisfies, with the violated limit and a remedy."""
+"""No partition: builds the error for a request that no partition satisfies, with the violated limit and a remedy."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -12,12 +12,12 @@ from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.request import Request
 from pipesched.units import counted, quote_bytes
 
-__all__ = ["infeasible"]
+__all__ = ["no_partition_error"]
 
 _MOST_IDEALS = 5_000  # maximum number of order ideals; a small search is enough, as the remedy need not be exact
 
 
-def infeasible(request: Request, *, exact: bool) -> PartitionError:
+def no_partition_error(request: Request, *, exact: bool) -> PartitionError:
     """Build the error for a request that no partition satisfies.
 
     The remedy is computed only when the message is read, because the planner tries many requests and ignores their
@@ -88,7 +88,7 @@ def _alone(request: Request) -> tuple[str, int]:
     problem = request.problem()
     layers = problem.blocks.layers
     blocks = problem.blocks
-    fewest = min(slot.in_flight for slot in problem.line_up.slots)
+    fewest = min(slot.in_flight for slot in problem.layout.slots)
     needed = blocks.total(layers.state_bytes + fewest * layers.activation_bytes)
     if problem.options:
         knapsack = Knapsack(problem.options)
@@ -108,7 +108,7 @@ def _enough(request: Request) -> int:
     """
     problem = request.problem()
     layers = problem.blocks.layers
-    most = max(slot.in_flight for slot in problem.line_up.slots)
+    most = max(slot.in_flight for slot in problem.layout.slots)
     working = max((option.working_bytes for options in problem.options for option in options), default=0)
     largest = working + int((layers.state_bytes + most * layers.activation_bytes).sum())
     return bisect_left(range(largest), True, key=lambda limit: _possible(request.but(memory_limit_bytes=limit)))

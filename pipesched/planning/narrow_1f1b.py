@@ -1,4 +1,4 @@
-"""Windows: generates 1F1B programs with few micro-batches in flight, for tight memory limits.
+"""Narrow 1F1B: generates 1F1B programs with few micro-batches in flight, for tight memory limits.
 
 A plan with such a program has the schedule `searched`, which can store a program and return it without a search.
 """

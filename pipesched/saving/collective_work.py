@@ -1,4 +1,4 @@
-"""Together: runs work in all processes of a pipeline, and raises an error in all of them if the work fails in one.
+"""Collective work: runs in all processes of a pipeline, and raises an error in all of them if it fails in one.
 
 Work fails not only with an exception, but also if it makes no progress for the timeout of the pipeline
 (`pipesched.progress`), for example because a network file system does not respond.
@@ -23,7 +23,7 @@ from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.caller_context import Caller
 from pipesched.user_warning import warn
 
-__all__ = ["Others", "OthersFailedError", "StuckError", "Work", "agreed", "in_all", "together"]
+__all__ = ["BackgroundCall", "Others", "OthersFailedError", "StuckError", "agreed", "in_all", "together"]
 
 T = TypeVar("T")
 
@@ -80,13 +80,13 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
 
     Use this function for work that takes about the same time in all processes, and ``in_all`` for other work.
     """
-    work = Work(make)
+    work = BackgroundCall(make)
     work.run()
     _raise_any(host, host.collectives.gathered_in_all(work.outcome), work)
     return work.result
 
 
-class Work(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call that runs in a new thread or in the caller's thread, and whose result or exception is kept."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -194,7 +194,7 @@ class Work(Generic[T]):
         return self._made[0]
 
 
-def together(host: RankHost, work: Work[T], others: Others | None = None) -> T:
+def together(host: RankHost, work: BackgroundCall[T], others: Others | None = None) -> T:
     """Wait until work has ended in all processes, and return this process's result. Collective.
 
     If the work fails in one process, or makes no progress for the timeout of the pipeline, all processes raise. While a
@@ -239,7 +239,7 @@ def in_all(host: RankHost, make: Callable[[], T], *, stops: bool = False) -> T:
     Unlike ``agreed``, this function also suits work that takes much longer in some processes than in others. ``stops``
     states whether the pipeline stops if the work is stuck, because the work could later change the run.
     """
-    work = Work(make)
+    work = BackgroundCall(make)
     work.begin(host)
     try:
         return together(host, work)
@@ -266,7 +266,7 @@ def _why_stuck(state: _State) -> str:
     return f"nothing was read, written or finished for {state.idle_s:.1f} s{place}"
 
 
-def _raise_any(host: RankHost, outcomes: Sequence[Any], work: Work[Any]) -> None:
+def _raise_any(host: RankHost, outcomes: Sequence[Any], work: BackgroundCall[Any]) -> None:
     """If any process failed, raise the most important kind of error in all processes.
 
     A process that failed with this kind of error raises its own error; the other processes raise an error that names

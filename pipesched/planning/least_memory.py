@@ -1,4 +1,4 @@
-"""Infeasibility: finds the plan that needs the least memory, and builds errors for requests that no plan satisfies."""
+"""Least memory: finds the plan that needs the least memory, and builds errors for requests that no plan satisfies."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from math import inf
 from pipesched import schedules
 from pipesched.errors import MemoryLimitError, PartitionError
 from pipesched.planning.candidates import Candidate
-from pipesched.planning.effort import Effort
+from pipesched.planning.effort import SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.recomputation_choice import RecomputationChooser
@@ -18,7 +18,7 @@ from pipesched.program.order import Schedule
 from pipesched.simulation.memory import rank_memory
 from pipesched.units import counted, quote_bytes
 
-__all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
+__all__ = ["FittingPlans", "leanest", "memory_limit_error", "stage_count_error"]
 
 _FINE = 1.01  # the bisection of the limit ends when the ratio of its two ends is at most this number
 _MOST_TIMES = 16  # numbers of ranks up to this multiple of the requested number are tried
@@ -26,7 +26,7 @@ _A_PASS = 3  # the effort for trying further candidates, as a multiple of `LeanC
 _LOOKED_AT = 3  # number of schedules to try when checking whether any plan fits
 
 
-def no_partition(search: SearchRequest) -> PartitionError:
+def stage_count_error(search: SearchRequest) -> PartitionError:
     """Return the error for layers that cannot be partitioned as requested, even with unlimited memory."""
     stages = search.num_stages
     ranks = search.num_ranks
@@ -45,7 +45,7 @@ def no_partition(search: SearchRequest) -> PartitionError:
     )
 
 
-def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> MemoryLimitError:
+def memory_limit_error(search: SearchRequest, least: int, fitting: "FittingPlans") -> MemoryLimitError:
     """Return the error for a memory limit that no plan meets.
 
     Args:
@@ -190,7 +190,7 @@ class FittingPlans:
 
     """
 
-    def __init__(self, thrifty: dict[str, list[Schedule]], effort: Effort) -> None:
+    def __init__(self, thrifty: dict[str, list[Schedule]], effort: SearchEffort) -> None:
         self._thrifty = thrifty
         self._effort = effort
         self._until = -inf

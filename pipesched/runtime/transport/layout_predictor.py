@@ -1,4 +1,4 @@
-"""Layout book: predicts the layout of each message on a channel. Both ends of a channel make the same predictions."""
+"""Layout predictor: predicts the layout of each message on a channel. Both ends of a channel predict the same."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -7,10 +7,10 @@ from hashlib import blake2b
 from pipesched.runtime.transport.message_layout import MessageLayout
 from pipesched.simulation.memory import AHEAD
 
-__all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
+__all__ = ["DIGEST_BYTES", "LayoutPredictor", "digest"]
 
 _SETTLED = 2 * AHEAD  # messages; receives are posted fewer than this many messages ahead of the last received message
-_REMEMBERED = 4096  # the maximum number of layouts in the book of one channel
+_REMEMBERED = 4096  # the maximum number of layouts of one channel that are remembered
 DIGEST_BYTES = 16
 
 
@@ -19,7 +19,7 @@ def digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-class LayoutBook:
+class LayoutPredictor:
     """The layouts that one end of a channel predicts. The other end predicts the same layouts."""
 
     def __init__(self) -> None:

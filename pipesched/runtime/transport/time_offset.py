@@ -1,4 +1,4 @@
-"""Clock sync: measures the offset between the clocks of ranks, so that times of different processes can be compared."""
+"""Time offset: measures how far the times of ranks are apart, so that times of several processes can be compared."""
 
 import time
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from pipesched.runtime.transport.ports import ConnectionLostError
 
-__all__ = ["clock_offset"]
+__all__ = ["time_offset"]
 
 _TAG = 20
 _ROUNDS = 10
 
 
-def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
+def time_offset(port: Any, rank: int, num_ranks: int) -> float:
     """Return the seconds to add to this rank's clock to get the time on rank 0's clock. Collective.
 
     The error is at most half the duration of the fastest round trip. Raises ConnectionLostError.
