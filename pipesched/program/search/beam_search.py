@@ -54,7 +54,7 @@ class _Candidates(NamedTuple):
     total: Whole
 
 
-class _Kept(NamedTuple):
+class _KeptOrders(NamedTuple):
     """The partial orders that were kept, of all lengths. `_entry` is the position of one in ``parent`` and ``code``."""
 
     #: For each length, the number of partial orders.
@@ -87,7 +87,7 @@ class _Beam(NamedTuple):
     size: int
     #: The partial orders of two successive lengths. `_place` is the position of one.
     states: Whole
-    kept: _Kept
+    kept: _KeptOrders
     #: The actions that can come next.
     options: Whole
     candidates: _Candidates
@@ -108,7 +108,7 @@ def _beam(tables: Tables, width: int, size: int) -> _Beam:
         width=width,
         size=size,
         states=blank(2 * width * size),
-        kept=_Kept(counts=blank(length + 1), parent=blank(length * width), code=blank(length * width)),
+        kept=_KeptOrders(counts=blank(length + 1), parent=blank(length * width), code=blank(length * width)),
         options=blank(options),
         candidates=_Candidates(*(blank(width * options) for _ in _Candidates._fields)),
         heap=blank(width * options),
@@ -166,7 +166,7 @@ def _place(beam: _Beam, length: int, number: int) -> int:
 
 @compiled
 def _entry(width: int, length: int, number: int) -> int:
-    """Return the position in `_Kept` of the partial order ``number`` among those with ``length`` actions."""
+    """Return the position in `_KeptOrders` of the partial order ``number`` among those with ``length`` actions."""
     return (length - 1) * width + number
 
 
@@ -287,7 +287,7 @@ def _key(tables: Tables, states: Whole, place: int) -> int:
 
 
 @compiled
-def _write_best(tables: Tables, kept: _Kept, width: int, orders: Sequences) -> None:
+def _write_best(tables: Tables, kept: _KeptOrders, width: int, orders: Sequences) -> None:
     """Write the best complete orders to ``orders``, from the last action to the first."""
     slots = orders.slots
     for rank in range(tables.num_ranks):
