@@ -8,7 +8,7 @@ import pytest
 
 from pipesched import Costs, schedules, simulate, validate
 from pipesched.program.search.beam_search import BeamSearch
-from pipesched.program.search.evaluation import clocks, evaluate, hold, sequences
+from pipesched.program.search.evaluation import evaluate, hold, run_times, sequences
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, OrderProblem, Resource
 
 LONG = 1 << 40
@@ -106,7 +106,7 @@ def searched(problem, width, most=LONG):
     assert [int(seconds) for seconds in orders.busy] == [
         sum(int(tables.seconds[code]) for code in own) for own in codes
     ]
-    return codes, int(evaluate(tables, clocks(tables), orders, LONG)), proved
+    return codes, int(evaluate(tables, run_times(tables), orders, LONG)), proved
 
 
 @pytest.mark.parametrize("seed", range(20))

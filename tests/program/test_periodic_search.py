@@ -12,7 +12,7 @@ from pipesched import Costs, schedules, simulate, validate
 from pipesched.program.generators import searched_orders
 from pipesched.program.generators.searched_orders import num_changes
 from pipesched.program.placement import v
-from pipesched.program.search.evaluation import MOST, UNFIT, clocks, evaluate, hold, sequences
+from pipesched.program.search.evaluation import MOST, UNFIT, evaluate, hold, run_times, sequences
 from pipesched.program.search.list_orders import progress_of, rules, write
 from pipesched.program.search.periodic_orders import Timed, fuse, shift, shortest_period, split, unit_of, unroll
 from pipesched.program.search.periodic_search import PeriodicSearch
@@ -69,7 +69,7 @@ def orders_of(problem, unit, size):
 
 
 def makespan(problem, orders):
-    return evaluate(problem.tables, clocks(problem.tables), orders, MOST)
+    return evaluate(problem.tables, run_times(problem.tables), orders, MOST)
 
 
 def codes(problem, orders, rank):
