@@ -249,7 +249,7 @@ class Kind(StrEnum):
         label="recompute",
         colour="#cc79a7",
     )
-    # compute the norms of a stage's gradients; each UPDATE with this number, on any stage, needs them
+    # the norms of a stage's gradients, for clipping; each UPDATE with the same number, on any stage, waits for it
     NORM = Row(
         text="NORM",
         lane=Lane.COMPUTE,
