@@ -70,7 +70,8 @@ ACTION = {
 MESSAGE = {
     "layout and header": (
         "runtime.transport.channels:Outgoing.send",
-        "runtime.transport.layout_book:LayoutBook.form",
+        "runtime.transport.layout_predictor:LayoutPredictor.form",
+        "runtime.transport.layout_book:LayoutBook.form",  # before 0.1.0
         "runtime.transport.message_layout:MessageLayout.plain_bytes",
     ),
     "write to the socket": (),
@@ -83,10 +84,14 @@ STEP = {
     "checks and call": (
         "pipeline.pipeline:Pipeline.step",
         "pipeline.step_runner:StepRunner.step",
+        "pipeline.call_builder:CallBuilder.call",
         "runtime.microbatches:Splitter.batch",
         "runtime.microbatches:Splitter.weighting",
     ),
-    "digest of the batch": ("pipeline.step_runner:digest_of_values",),
+    "digest of the batch": (
+        "pipeline.call_builder:digest_of_values",
+        "pipeline.step_runner:digest_of_values",  # before 0.1.0
+    ),
     "opening of the channels": (
         "runtime.transport.channels:Channels.open",
         "runtime.executors.channel_plan:OrderMessages.keys",
@@ -163,7 +168,7 @@ class Causes:
         self.writes: defaultdict[int, list[float]] = defaultdict(list)  # when each write of a tag began
         self.reads: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)  # and each wait for a message
 
-    def without_messages(self, cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another one, and adds its own time to a cause."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +198,7 @@ class Causes:
                 function()
             return (now() - begin_s) / count
 
-        wrapped = self.without_messages("", nothing)
+        wrapped = self.timed("", nothing)
         bare_s = min(loop(nothing) for _ in range(20))
         found: list[tuple[float, float]] = []
         for _ in range(20):
@@ -231,7 +236,7 @@ def wrap_all(causes: Causes) -> None:
     sender, reader = SocketPort.sender, SocketPort.reader
 
     def timed_sender(port: SocketPort, to: int, tag: int) -> Callable[..., Any]:
-        send = causes.without_messages("write to the socket", sender(port, to, tag))
+        send = causes.timed("write to the socket", sender(port, to, tag))
 
         def noted(parts: Any, nbytes: int) -> Any:
             causes.writes[tag].append(now())
@@ -241,7 +246,7 @@ def wrap_all(causes: Causes) -> None:
 
     def timed_reader(port: SocketPort, from_: int, tag: int) -> Callable[..., Any]:
         read = reader(port, from_, tag)
-        first, rest = causes.without_messages(BLOCKED, read), causes.without_messages("read of the data", read)
+        first, rest = causes.timed(BLOCKED, read), causes.timed("read of the data", read)
 
         def noted(into: memoryview) -> None:
             if len(into) < MESSAGE_BEGINS:
@@ -254,19 +259,22 @@ def wrap_all(causes: Causes) -> None:
         return noted
 
     SocketPort.sender, SocketPort.reader = timed_sender, timed_reader
-    Layer.__call__ = causes.without_messages("torch: layers", Layer.__call__)
-    Layer.work = causes.without_messages(WORK, Layer.work)
+    Layer.__call__ = causes.timed("torch: layers", Layer.__call__)
+    Layer.work = causes.timed(WORK, Layer.work)
 
 
 def wrap(causes: Causes, cause: str, name: str) -> None:
     """Put a wrapper around one function of the package or of torch."""
     module, _, path = name.partition(":")
-    holder: Any = importlib.import_module(module if module.startswith("torch") else f"pipesched.{module}")
+    try:
+        holder: Any = importlib.import_module(module if module.startswith("torch") else f"pipesched.{module}")
+    except ModuleNotFoundError:
+        return
     *classes, function = path.split(".")
     for one in classes:
         holder = getattr(holder, one, None)
     if hasattr(holder, function):
-        setattr(holder, function, causes.without_messages(cause, getattr(holder, function)))
+        setattr(holder, function, causes.timed(cause, getattr(holder, function)))
 
 
 # ---- the ranks -----------------------------------------------------------------------------------------------------
@@ -293,7 +301,7 @@ def one_case(rank: int, case: str, wraps: bool) -> Iterator[Callable[[], list[di
     read_loss: Callable[[Tensor], float] = float
     if causes is not None:
         wrap_all(causes)
-        read_loss = causes.without_messages("loss to all ranks", float)
+        read_loss = causes.timed("loss to all ranks", float)
     m, num_products = CASES[case]
     layers = [Layer(num_products), Layer(num_products)]
     x, y = torch.randn(m, 4), torch.randn(m, 4)
