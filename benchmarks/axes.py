@@ -33,12 +33,12 @@ from planners import even
 
 from pipesched import Link, Links, Profile, schedules
 from pipesched.planning.axes_search import AxesRequest, Zero, find_axes
+from pipesched.planning.candidate_evaluation import CandidateEvaluator
 from pipesched.planning.candidates import Candidate
 from pipesched.planning.effort import SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.simulation.communication import communication
 
 TOKENS = 2048
@@ -153,7 +153,7 @@ def by_the_rules(model: Gpt, profile: Profile, depth: int) -> Iterator[Evaluated
     names = profile.layers
     for zero in (0, 1) if depth < model.num_ranks else (0,):
         search = [*request(model, profile, depth, zero).searches()][-1]  # the last one has consecutive replicas
-        chooser = RecomputationChooser(search, SearchEffort(inf))
+        evaluator = CandidateEvaluator(search, SearchEffort(inf))
         for count in (rows // size for size in SIZES if rows % size == 0):
             for chunks in (1, 2, 4) if depth > 1 else (1,):
                 num_stages = depth * chunks
@@ -167,7 +167,7 @@ def by_the_rules(model: Gpt, profile: Profile, depth: int) -> Iterator[Evaluated
                     schedule = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=chunks)
                 plain = Candidate(schedule=schedule, num_ranks=depth, num_microbatches=count, splits=False)
                 for kept in ("never", dict.fromkeys(names[1:-1], "recompute")):
-                    yield chooser.evaluated(plain.recomputing(kept), stages)
+                    yield evaluator.evaluated(plain.recomputing(kept), stages)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 
+from pipesched.planning.candidate_evaluation import CandidateEvaluator
 from pipesched.planning.candidates import Candidate, candidates, smaller_counts
 from pipesched.planning.effort import FOR_MEMORY, SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.narrow_1f1b import windowed
-from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
 from pipesched.program.order import Schedule
 
@@ -23,14 +23,14 @@ class LeanCandidates:
 
     Args:
         search: the request.
-        chooser: assigns layers to stages, and chooses the layers to recompute or offload.
+        evaluator: assigns layers to stages, and chooses the layers to recompute or offload.
         effort: the remaining effort, from which all work is subtracted.
 
     """
 
-    def __init__(self, search: SearchRequest, chooser: RecomputationChooser, effort: SearchEffort) -> None:
+    def __init__(self, search: SearchRequest, evaluator: CandidateEvaluator, effort: SearchEffort) -> None:
         self._search = search
-        self._chooser = chooser
+        self._evaluator = evaluator
         self._effort = effort
 
     def candidates(self) -> Iterator[Candidate]:
@@ -62,7 +62,7 @@ class LeanCandidates:
         found = []
         for candidate in self._largest():
             own = candidate.recomputing(self._search.checkpoint or self._search.ladder[-1])
-            evaluated = self._chooser.without_limits(own)
+            evaluated = self._evaluator.without_limits(own)
             if evaluated is not None:
                 self._effort.spend(candidate.num_actions * FOR_MEMORY)
                 found.append(evaluated)
@@ -91,16 +91,16 @@ class LeanCandidates:
             if looked_at is not None and candidate.schedule not in looked_at:
                 continue
             own = candidate.recomputing(search.checkpoint or search.ladder[-1])
-            found = self._chooser.without_limits(own) if unlimited else self._chooser.within_limits(own)
+            found = self._evaluator.without_limits(own) if unlimited else self._evaluator.within_limits(own)
             if found is None and not unlimited and search.checkpoint is None and search.by_layer:
-                found = self._chooser.within_limits(candidate, search.by_layer)
+                found = self._evaluator.within_limits(candidate, search.by_layer)
             if found is not None:
                 return found
         return None
 
     def that_fits(self, candidate: Candidate) -> EvaluatedCandidate | None:
         """Return a plan for this candidate, or None if no plan within the limits was found."""
-        return next(self._chooser.choices(candidate), None) if self.may_fit(candidate) else None
+        return next(self._evaluator.choices(candidate), None) if self.may_fit(candidate) else None
 
     def _largest(self) -> list[Candidate]:
         """Return candidates with the most ranks and the smallest micro-batches, the simplest first.

@@ -8,11 +8,11 @@ from math import inf
 
 from pipesched import schedules
 from pipesched.errors import MemoryLimitError, PartitionError
+from pipesched.planning.candidate_evaluation import CandidateEvaluator
 from pipesched.planning.candidates import Candidate
 from pipesched.planning.effort import SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.lean_candidates import LeanCandidates
-from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
 from pipesched.program.order import Schedule
 from pipesched.simulation.memory import rank_memory
@@ -223,4 +223,4 @@ class FittingPlans:
 
     def lean(self, search: SearchRequest) -> LeanCandidates:
         """Return the `LeanCandidates` of a search."""
-        return LeanCandidates(search, RecomputationChooser(search, self._effort), self._effort)
+        return LeanCandidates(search, CandidateEvaluator(search, self._effort), self._effort)

@@ -2,7 +2,7 @@
 
 Candidates wait in a queue, sorted by a lower bound on their step time. At first the bound considers only the work of
 the layers. The layers of the first candidate in the queue are assigned to stages, and
-`pipesched.planning.recomputation_choice` decides which layers to recompute or offload to stay within memory limits.
+`pipesched.planning.candidate_evaluation` decides which layers to recompute or offload to stay within memory limits.
 The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
 first in the queue again. The search ends when no bound is below the best step time. If no candidate fits into memory,
 the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
@@ -25,6 +25,7 @@ from pipesched import schedules
 from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
+from pipesched.planning.candidate_evaluation import CandidateEvaluator
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, IN_ORDER_SEARCH, SearchEffort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, label_of, simplest
@@ -32,7 +33,6 @@ from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.least_memory import FittingPlans, leanest, memory_limit_error, stage_count_error
 from pipesched.planning.narrow_1f1b import is_windowed, window_of
 from pipesched.planning.plan import Plan, Tie
-from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.refinement.order_search import ORDER_GAIN, OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
@@ -124,8 +124,8 @@ class Tuner:
         self._order_effort = SearchEffort(
             _FOR_ORDERS * search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN))
         )
-        self._chooser = RecomputationChooser(search, self._effort)
-        self._lean = LeanCandidates(search, self._chooser, self._effort)
+        self._evaluator = CandidateEvaluator(search, self._effort)
+        self._lean = LeanCandidates(search, self._evaluator, self._effort)
         self._found: list[EvaluatedCandidate] = []
         self._work: dict[int, tuple[float, float, float]] = {}
 
@@ -164,7 +164,7 @@ class Tuner:
         self._move_boundaries()
         self._found = [as_searched(each) if is_windowed(each.candidate.schedule) else each for each in self._found]
         if self._search.searches_orders:
-            orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
+            orders = OrderSearch(self._evaluator, self._order_effort, lambda found: _bound_s(found, split=True))
             self._found += orders.improve(self._found, self._moved, self._unrecomputed())
             if self._search.schedule is not None:  # the user chose `searched`: also consider the best known order
                 self._found.append(as_searched(self.best()[0]))
@@ -214,12 +214,12 @@ class Tuner:
             same = (candidate.num_ranks, candidate.num_microbatches) == (self._search.num_ranks, count)
             if same and is_windowed(candidate.schedule) and candidate.placement not in fit:
                 windows.setdefault(candidate.placement, []).append(candidate.recomputing(mode))
-        fastest = [(self._chooser.without_limits(each[-1]), each) for each in windows.values()]
-        large = [(found, each) for found, each in fastest if found is not None and self._chooser.exceeds(found)]
+        fastest = [(self._evaluator.without_limits(each[-1]), each) for each in windows.values()]
+        large = [(found, each) for found, each in fastest if found is not None and self._evaluator.exceeds(found)]
         chosen = []
         for found, each in sorted(large, key=lambda pair: _bound_s(pair[0], split=True))[:_PLACEMENTS]:
             chosen.append(found)
-            chosen += islice(filter(None, map(self._chooser.within_limits, reversed(each))), 1)
+            chosen += islice(filter(None, map(self._evaluator.within_limits, reversed(each))), 1)
         return chosen
 
     def _leanest(self) -> EvaluatedCandidate:
@@ -251,7 +251,7 @@ class Tuner:
         every = list(filter(self._lean.may_fit, self._lean.candidates()))
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
-                self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
+                self._found += [self._simulated(found) for found in self._evaluator.choices(candidate)]
         self._try_simple_cuts([each for each in every if not is_windowed(each.schedule)])
         others = [each for each in every if not self._is_usual(each)]
         number = count()
@@ -271,7 +271,7 @@ class Tuner:
             if candidate.schedule.searches and IN_ORDER_SEARCH * candidate.num_actions > self._effort.left / 4:
                 continue
             del rest[id(candidate)]
-            for own in self._chooser.choices(candidate):
+            for own in self._evaluator.choices(candidate):
                 fits = True
                 heapq.heappush(line, (_bound_s(own), own.candidate.order, next(number), own.candidate, own))
         return list(rest.values())
@@ -282,7 +282,7 @@ class Tuner:
         line = []
         for candidate in every:
             if candidate.num_ranks == self._search.num_ranks and self._effort.left > until:
-                for found in self._chooser.with_simple_cuts(candidate):
+                for found in self._evaluator.with_simple_cuts(candidate):
                     self._effort.spend(_A_MOVE)
                     line.append((_bound_s(found), candidate.order, found))
         for bound_s, _, found in sorted(line, key=lambda each: each[:2]):
@@ -304,7 +304,7 @@ class Tuner:
             if self._found or left <= 0:
                 return
             if not candidate.schedule.searches or IN_ORDER_SEARCH * candidate.num_actions < left / 4:
-                self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
+                self._found += [self._simulated(found) for found in self._evaluator.choices(candidate)]
 
     def _squeeze(self) -> None:
         """Move boundaries of candidates that hold only one micro-batch per rank at a time, until a candidate fits.
@@ -317,7 +317,7 @@ class Tuner:
         alone = [each for each in every if window_of(each.schedule) == 1 and each.num_ranks == self._search.num_ranks]
         until = self._effort.left - self._lean.effort_in_need
         for candidate in sorted(alone, key=lambda each: (-each.num_microbatches, each.num_stages)):
-            for found in filter(None, map(self._chooser.without_limits, map(candidate.recomputing, modes))):
+            for found in filter(None, map(self._evaluator.without_limits, map(candidate.recomputing, modes))):
                 if self._found or self._effort.left <= until:
                     return
                 squeezed = self._squeezed(found, until)
@@ -330,7 +330,7 @@ class Tuner:
 
         def excess(stages: StageLayers) -> float:
             nonlocal best
-            moved = self._chooser.evaluated(found.candidate, stages)
+            moved = self._evaluator.evaluated(found.candidate, stages)
             self._effort.spend(_A_MOVE + FOR_MEMORY * found.candidate.num_actions)
             best = min(best, moved, key=lambda own: sum(own.excess_bytes))
             return sum(moved.excess_bytes)
@@ -359,7 +359,7 @@ class Tuner:
         """
         count = candidate.num_microbatches
         if count not in self._work:
-            self._work[count] = _work(self._chooser.graph(count))
+            self._work[count] = _work(self._evaluator.graph(count))
         work_s, whole_s, heaviest_s = self._work[count]
         if window := window_of(candidate.schedule):
             return count * max(whole_s / min(window, candidate.num_ranks), heaviest_s)
@@ -379,7 +379,7 @@ class Tuner:
 
     def simulated(self, candidate: Candidate, stages: StageLayers) -> EvaluatedCandidate:
         """Evaluate the candidate with these stages."""
-        return self._simulated(self._chooser.evaluated(candidate, stages))
+        return self._simulated(self._evaluator.evaluated(candidate, stages))
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
         """Subtract the effort of simulating a candidate from the remaining effort, and return the candidate."""
@@ -392,7 +392,7 @@ class Tuner:
         candidate = found.candidate
 
         def step_s(stages: StageLayers) -> float:
-            moved = self._chooser.evaluated(candidate, stages)
+            moved = self._evaluator.evaluated(candidate, stages)
             self._effort.spend(len(moved.runs.columns) + _A_MOVE)
             return inf if any(moved.excess_bytes) else moved.step_s
 
@@ -407,7 +407,7 @@ class Tuner:
         pins = self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):
             return found.stages
-        graph = self._chooser.graph(candidate.num_microbatches)
+        graph = self._evaluator.graph(candidate.num_microbatches)
         home = {layer: stage for stage, names in enumerate(found.stages) for layer in names}
         ties = [users for users in tied_groups(graph) if len({home[layer] for layer in users}) == 1]
         pins = replace(pins, together=(*pins.together, *ties))
@@ -440,16 +440,16 @@ class Tuner:
             checkpoint=candidate.checkpoint,
             costs=chosen.costs,
             options={k: v for k, v in candidate.schedule.options.items() if isinstance(v, int | float | str)},
-            partition=self._chooser.partitioner(candidate, candidate.program).evaluate(chosen.stages, **why),
+            partition=self._evaluator.partitioner(candidate, candidate.program).evaluate(chosen.stages, **why),
             ties=self._ties(chosen),
             alternatives=tuple(self._alternatives(chosen)),
-            layer_classes=self._chooser.graph(candidate.num_microbatches).graph.get("classes", {}),
+            layer_classes=self._evaluator.graph(candidate.num_microbatches).graph.get("classes", {}),
             replication=chosen.replication,
             completion=chosen.completion,
         )
 
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
-        graph = self._chooser.graph(chosen.candidate.num_microbatches)
+        graph = self._evaluator.graph(chosen.candidate.num_microbatches)
         home = {layer: stage for stage, layers in enumerate(chosen.stages) for layer in layers}
         ties = []
         for users, names in tied_groups(graph).items():

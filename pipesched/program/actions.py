@@ -70,7 +70,8 @@ class At(Enum):
     Three members have a special meaning:
 
     - EVERY: the action needs an action of every stage, but only if its own stage has an action of the needed kind.
-    - NUMBERED: the action needs all actions of the needed kind on its stage, such as the REDUCEs of all buckets.
+    - NUMBERED: the action needs all actions of the needed kind on its stage, such as the REDUCEs of all buckets. A
+      stage without such actions has no such need.
     - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD equals the count
       of the stage's RESHARDs before the action.
     """
@@ -133,16 +134,18 @@ class Row:
     #: The method of a stage that runs the action. It gets the action's number. `runtime/executors/interpreter.py` has
     #: the few handlers whose calls get more, or whose results go to other actions.
     handler: str
-    #: What the number in the text form counts: micro-batches, updates, or the buckets or gathers of a stage.
+    #: What the number in the text form counts: micro-batches, updates, or the buckets or gathers of a stage. With any
+    #: other word than "micro-batch" and "update", a stage's actions are numbered from 0 without a gap (`NUMBERED`).
     number: str = "micro-batch"
-    #: The actions that must have ended before the action starts.
+    #: The actions that must have ended before the action starts. On its own rank, a need is an order: a rank waits for
+    #: an action of a ``queue`` only through ``spans``, or if the handler of the needing action waits.
     needs: tuple[Need, ...] = ()
     #: What runs the action while its rank goes on to the next action. None: the rank waits for the action's end.
     queue: Queue | None = None
     #: For a send or a receive, its other end.
     transfer: Transfer | None = None
     #: The fields of `Costs` that add up to the action's time. The measured time corrects the first. Default: the time
-    #: is in `Costs.other_s`.
+    #: is in `Costs.other_s`. Measured times of copies correct nothing.
     costs: tuple[str, ...] = ()
     #: The kinds whose measured times correct the action's cost in a step without such actions.
     instead: tuple[str, ...] = ()

@@ -16,6 +16,8 @@ _TAKERS = {held: tuple(kind for kind in Kind if kind.row.takes is held) for held
 _GIVERS = {held: tuple(kind for kind in Kind if held in kind.row.gives) for held in Holding}
 _ENDS = _GIVERS[Holding.WEIGHT_GRAD]
 _OF_A_PAIR = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
+#: The memory that an action takes and another one gives, whatever runs between them.
+_OF_AN_ACTION = {*Holding} - {*_OF_A_PAIR, Holding.WEIGHTS}
 
 
 class Held(NamedTuple):
@@ -121,7 +123,7 @@ def bytes_held(
         giving = _firsts(pairs.pair, columns.are(*_GIVERS[holding]) & _any_of(pairs.pair, taking))
         takes += np.where(taking, size, 0)
         gives += np.where(giving | (taking & ~pairs.ended), size, 0)
-    for holding in (Holding.OFFLOADED, Holding.GATHERED):
+    for holding in _OF_AN_ACTION & sizes.keys():
         size = np.asarray(sizes[holding], np.int64)[columns.stage]
         takes += np.where(columns.are(*_TAKERS[holding]), size, 0)
         gives += np.where(columns.are(*_GIVERS[holding]), size, 0)

@@ -205,6 +205,17 @@ class _SizeArrays(NamedTuple):
         return cls(*found)
 
 
+#: The memory that no other purpose counts.
+OTHERS = {*Holding} - {
+    Holding.INPUT,
+    Holding.ACTIVATIONS,
+    Holding.OFFLOADED,
+    Holding.WEIGHT_GRAD,
+    Holding.WEIGHTS,
+    Holding.REDUCTION,
+}
+
+
 def _held(
     program: Program,
     costs: Costs,
@@ -231,7 +242,7 @@ def _held(
         "stashed": _holding(program, costs, Holding.WEIGHTS).either,
         "messages": _waiting(program, messages, posted),
         "reductions": with_replicas.buffers,
-        "gathered": _holding(program, costs, Holding.GATHERED).either,
+        "gathered": _holding(program, costs, *OTHERS).either,
         "transients": _transients(columns, sizes, gradients),
     }
 

@@ -210,6 +210,13 @@ class Trace:
         kinds = [kind for kind in self.kinds if kind.row.lane is Lane.COLLECTIVE]
         return self._of_ranks(*kinds) if kinds else ()
 
+    @cached_property
+    def _copies(self) -> tuple[Spans, ...]:
+        """Each rank's copies between the host and the device; () if the trace has none."""
+        kinds = [kind for kind in self.kinds if kind.row.queue is not None and kind.row.lane is Lane.COPY]
+        kinds = [kind for kind in kinds if kind.row.transfer is None]
+        return self._of_ranks(*kinds) if kinds else ()
+
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
         spans = Spans.of(self.spans)
         spans = _in_time(spans.at(spans.columns.are(*kinds)))
@@ -233,8 +240,10 @@ class Trace:
 
     @property
     def start_s(self) -> float:
-        """The earliest start on any rank, in seconds."""
-        return min((plain(row.start_s[0]) for row in (*self._filled, *self._collectives) if len(row)), default=0)
+        """The earliest start on any rank, in seconds, except of messages, which wait for their senders."""
+        starts = [plain(row.start_s[0]) for row in (*self._filled, *self._collectives) if len(row)]
+        starts += [plain(row.start_s.min()) for row in self._copies if len(row)]
+        return min(starts, default=0)
 
     @property
     def makespan_s(self) -> float:

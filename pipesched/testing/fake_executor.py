@@ -67,7 +67,7 @@ class FakeStage:
     """A stage for tests that computes nothing, but checks the order of actions. The costs give the time of each action.
 
     A FakeStage has the methods of a real stage, one for each kind of action. For a kind without a method here, it only
-    checks that each action runs once.
+    checks that each action runs once. An action that a rank only starts needs a method.
 
     Args:
         index: the stage's number.
@@ -224,6 +224,11 @@ class FakeStage:
         """Return a function that runs actions of a kind for whose handler this class has no method."""
         for kind in Kind:
             if kind.row.handler == name and kind.row.transfer is None:
+                if kind.row.queue is not None:
+                    raise ExecutionError(
+                        f"the fake executor must have a method for actions that a rank only starts; FakeStage has no "
+                        f"{name}() for {kind}; write one in testing/fake_executor.py, as for offload() or reduce()"
+                    )
                 return lambda number: self._run(kind, number, after=())
         raise AttributeError(name)
 

@@ -7,13 +7,13 @@ import pytest
 from pipesched import Plan, schedules, simulate, validate
 from pipesched.errors import ScheduleError
 from pipesched.partitioning.partition import balance
+from pipesched.planning.candidate_evaluation import CandidateEvaluator
 from pipesched.planning.candidates import Candidate, candidates
 from pipesched.planning.effort import SearchEffort
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import searched_before
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.program.liveness import peak_in_flight
@@ -215,7 +215,7 @@ def test_balanced_cuts_are_those_with_the_least_work_of_the_busiest_rank(pinned)
     candidate = Candidate(
         schedule=schedules.get("zb-v"), num_ranks=2, num_microbatches=8, splits=True, checkpoint="never"
     )
-    chooser = RecomputationChooser(search, SearchEffort(search.effort))
+    evaluator = CandidateEvaluator(search, SearchEffort(search.effort))
 
     def work(stages):
         """The work of the busiest rank, and of the largest stage."""
@@ -224,8 +224,8 @@ def test_balanced_cuts_are_those_with_the_least_work_of_the_busiest_rank(pinned)
 
     every = [(0, *starts) for starts in combinations(range(1, 8), 3)]
     allowed = [search.pins.stages(starts) for starts in every if search.pins.allows(starts)]
-    found = chooser.balanced_cuts(candidate, 3)
+    found = evaluator.balanced_cuts(candidate, 3)
     assert len(set(found)) == 3 < len(allowed)
     assert set(found) <= set(allowed)
     assert [*map(work, found)] == sorted(map(work, allowed))[:3]
-    assert set(chooser.balanced_cuts(candidate, 1000)) == set(allowed)
+    assert set(evaluator.balanced_cuts(candidate, 1000)) == set(allowed)

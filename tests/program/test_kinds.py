@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipesched import Action, Costs, Kind, Trace, lower, schedules, simulate, validate, viz
-from pipesched.errors import ScheduleError
-from pipesched.program.actions import NUMBERED, OTHER_END, Lane, Queue
+from pipesched.errors import ExecutionError, ScheduleError
+from pipesched.program.actions import NUMBERED, OTHER_END, Holding, Lane, Queue
 from pipesched.program.lowering import (
     add_gathers,
     add_norms,
@@ -26,6 +26,7 @@ from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
 from pipesched.runtime.stage.stage import Stage
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.trace import Span
 from pipesched.testing import FakeStage, run_fake
 from pipesched.viz.colours import GREY, colour
 
@@ -204,3 +205,27 @@ def test_the_number_of_an_action_counts_what_its_row_says(kind):
     count = {"micro-batch": range(6), "update": range(1), "bucket": range(1), "gather": range(1)}[kind.row.number]
     assert numbers <= {*count}
     assert (kind in NUMBERED) == (kind.row.number in ("bucket", "gather"))
+
+
+def test_every_kind_of_memory_has_a_size_and_a_purpose():
+    """A new member of `Holding` counts without another edit than its size. A REDUCE's copies are in `reduce_bytes`."""
+    sizes = Costs.uniform(1).sizes()
+
+    assert {*Holding} - {Holding.REDUCTION} == {*sizes}
+
+
+def test_a_step_begins_with_a_copy_that_comes_first():
+    first = Action(0, Kind.FETCH, 0)
+    trace = Trace([Span(first, 0, 0, 2, first.lane), Span(Action(0, Kind.F, 0), 0, 2, 3, Lane.COMPUTE)], 1)
+
+    assert trace.start_s == 0
+    assert trace.makespan_s == 3
+
+
+def test_the_fake_executor_refuses_a_started_action_that_it_does_not_know(monkeypatch):
+    stage = FakeStage(0, Costs.uniform(1))
+    row = replace(Kind.OFFLOAD.row, handler="unheard_of")
+    monkeypatch.setattr(Kind.OFFLOAD, "row", row)
+
+    with pytest.raises(ExecutionError, match=r"FakeStage has no unheard_of\(\) for OFFLOAD"):
+        stage.unheard_of(0)

@@ -14,11 +14,11 @@ from typing import Any
 from pipesched import schedules
 from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
+from pipesched.planning.candidate_evaluation import CandidateEvaluator
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import SearchEffort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import searched_before
-from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.program.actions import Kind
 from pipesched.program.generators.searched_orders import num_changes, num_lists, num_steps
 from pipesched.program.liveness import peak_in_flight
@@ -73,16 +73,16 @@ class OrderSearch:
     """Searches for faster orders for the best candidates of a search.
 
     Args:
-        chooser: evaluates candidates.
+        evaluator: evaluates candidates.
         effort: the remaining effort, from which all work is subtracted.
         bound_s: a function that returns a lower bound on the step time of a candidate, for any order of its stages.
 
     """
 
     def __init__(
-        self, chooser: RecomputationChooser, effort: SearchEffort, bound_s: Callable[[EvaluatedCandidate], float]
+        self, evaluator: CandidateEvaluator, effort: SearchEffort, bound_s: Callable[[EvaluatedCandidate], float]
     ) -> None:
-        self._chooser = chooser
+        self._evaluator = evaluator
         self._effort = effort
         self._all = effort.left
         self._bound_s = bound_s
@@ -150,8 +150,8 @@ class OrderSearch:
         The cuts with the lowest bounds come first.
         """
         most = min(_CUTS, int(self._all * _TO_BOUND / _A_MOVE))
-        every = self._chooser.balanced_cuts(found.candidate, most)
-        cuts = [self._chooser.evaluated(found.candidate, cut) for cut in every]
+        every = self._evaluator.balanced_cuts(found.candidate, most)
+        cuts = [self._evaluator.evaluated(found.candidate, cut) for cut in every]
         self._effort.spend(_A_MOVE * len(cuts))
         bounds = [self._bound_s(cut) for cut in cuts]
         effort = max(self._all * _PER_MOVE, _cost(found.candidate, _LEAST_SHARE))
@@ -191,7 +191,7 @@ class OrderSearch:
             schedule = schedules.get(_NAME).with_options(
                 placement=candidate.placement,
                 costs=costs,
-                max_in_flight=self._chooser.most_in_flight(candidate) if most is None else most,
+                max_in_flight=self._evaluator.most_in_flight(candidate) if most is None else most,
                 memory_limit_bytes=room,
                 effort=share,
                 starts=tuple(each.candidate.program for each in known[:_STARTS]),
@@ -216,7 +216,7 @@ class OrderSearch:
             if stages == best.stages:
                 return best.step_s
             self._effort.spend(_A_MOVE)
-            same = self._chooser.evaluated(best.candidate, stages)
+            same = self._evaluator.evaluated(best.candidate, stages)
             if self._bound_s(same) >= best.step_s:
                 return inf
             self._effort.spend(len(same.runs.columns))

@@ -1,4 +1,4 @@
-"""Recomputation choice: decides which layers to recompute or offload so that ranks stay within their memory limits.
+"""Candidate evaluation: cuts the layers for a candidate, and chooses the layers to recompute or offload.
 
 `pipesched.planning.tuner` makes this choice for each candidate. Layers are first partitioned into stages without memory
 limits. If a rank then exceeds its limit, the layers are partitioned again under limits, and the activations of each
@@ -30,7 +30,7 @@ from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import costs_of
 
-__all__ = ["RecomputationChooser"]
+__all__ = ["CandidateEvaluator"]
 
 _TRIES = 6  # maximum number of partitions to try under a memory limit
 _ALL_CUTS = 20_000  # balanced cuts are selected only if there are at most this many cuts; this takes about 0.1 s
@@ -43,8 +43,8 @@ _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 _Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
-class RecomputationChooser:
-    """Chooses stages, and the layers to recompute or offload, for the candidates of one search.
+class CandidateEvaluator:
+    """Makes every `EvaluatedCandidate` of one search: chooses stages, and the layers to recompute or offload.
 
     Args:
         search: the request.
