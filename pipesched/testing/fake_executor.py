@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from pipesched.errors import DeadlockError, ExecutionError
-from pipesched.program.actions import Action, Kind
+from pipesched.program.actions import Action, Kind, Queue
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
 from pipesched.program.validation import WORK, check_routes
@@ -30,7 +30,7 @@ class _VirtualClock:
 
     def __init__(self) -> None:
         self.time_s: float = 0
-        self._copied: dict[Kind, float] = {}  # kind of copy -> end time of the last copy of this kind
+        self._copied: dict[Queue | None, float] = {}  # queue of copies -> end time of its last copy
 
     def now(self) -> float:
         """Return the current time in seconds."""
@@ -41,9 +41,10 @@ class _VirtualClock:
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
-        """Start a copy once earlier copies of the same kind have ended. Return the time at which the new copy ends."""
-        self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
-        return self._copied[kind]
+        """Start a copy once earlier copies of its queue have ended. Return the time at which the new copy ends."""
+        queue = kind.row.queue
+        self._copied[queue] = max(self.now(), self._copied.get(queue, 0)) + seconds
+        return self._copied[queue]
 
     def reach(self, moment_s: float) -> None:
         """Wait until this time. Has no effect if the time is in the past."""

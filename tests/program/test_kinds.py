@@ -28,6 +28,7 @@ from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.trace import Span
 from pipesched.testing import FakeStage, run_fake
+from pipesched.testing.fake_executor import _VirtualClock
 from pipesched.viz.colours import GREY, colour
 
 every_kind = pytest.mark.parametrize("kind", Kind)
@@ -229,3 +230,10 @@ def test_the_fake_executor_refuses_a_started_action_that_it_does_not_know(monkey
 
     with pytest.raises(ExecutionError, match=r"FakeStage has no unheard_of\(\) for OFFLOAD"):
         stage.unheard_of(0)
+
+
+def test_copies_of_one_queue_run_one_after_the_other_on_the_virtual_clock(monkeypatch):
+    monkeypatch.setattr(Kind.OFFLOAD, "row", replace(Kind.OFFLOAD.row, queue=Queue.FROM_HOST))
+    clock = _VirtualClock()
+
+    assert [clock.copy(Kind.FETCH, 4), clock.copy(Kind.OFFLOAD, 2)] == [4, 6]
