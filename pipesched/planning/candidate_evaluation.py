@@ -22,7 +22,6 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
-from pipesched.planning.plan import completion_of
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
@@ -234,7 +233,6 @@ class CandidateEvaluator:
         if search.links:
             costs = replace(costs, links=search.links)
         replicas = search.replica_costs
-        replication = None if replicas is None else replicas.replication
         if replicas is not None:
             costs = replicas.added(costs, candidate.placement, self._buckets(candidate, stages))
         return EvaluatedCandidate(
@@ -243,8 +241,8 @@ class CandidateEvaluator:
             costs=costs,
             limit_bytes=search.memory_limit_bytes,
             posted=search.posted,
-            completion=completion_of(search.completion, stages, candidate.checkpoint, costs, replication),
-            replication=replication,
+            completion=search.completion,
+            replication=None if replicas is None else replicas.replication,
             in_tree=search.in_tree,
         )
 

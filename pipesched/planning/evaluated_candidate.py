@@ -8,6 +8,7 @@ from typing import Any
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
+from pipesched.planning.plan import completion_of
 from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words
 from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.program.program import Program
@@ -35,7 +36,8 @@ class EvaluatedCandidate:
     limit_bytes: tuple[int, ...] | None = None
     #: The number of receives per channel that are posted in advance, each with a buffer.
     posted: int = 0
-    #: The actions that a step adds to the candidate's program.
+    #: Whether a step updates the weights, and whether updates wait for the norm of all gradients. The other actions
+    #: that a step adds follow from the checkpoint option, the costs and the replicas.
     completion: Completion = UNCHANGED
     #: The replicas that run the candidate. None: replicas are not considered.
     replication: Replication | None = None
@@ -45,7 +47,8 @@ class EvaluatedCandidate:
     @cached_property
     def runs(self) -> Program:
         """The program that runs in a step of this candidate, except messages between ranks."""
-        return self.completion.complete(self.candidate.program)
+        own = completion_of(self.completion, self.stages, self.candidate.checkpoint, self.costs, self.replication)
+        return own.complete(self.candidate.program)
 
     @cached_property
     def step_s(self) -> float:

@@ -205,15 +205,14 @@ class _SizeArrays(NamedTuple):
         return cls(*found)
 
 
-#: The memory that no other purpose counts.
-OTHERS = {*Holding} - {
-    Holding.INPUT,
-    Holding.ACTIVATIONS,
-    Holding.OFFLOADED,
-    Holding.WEIGHT_GRAD,
-    Holding.WEIGHTS,
-    Holding.REDUCTION,
+#: The sorts of memory of a purpose (a field of `RankMemory`). Sorts without a purpose of their own count as "gathered".
+_PURPOSES: dict[str, tuple[Holding, ...]] = {
+    "activations": (Holding.INPUT, Holding.ACTIVATIONS, Holding.OFFLOADED),
+    "weight_grads": (Holding.WEIGHT_GRAD,),
+    "stashed": (Holding.WEIGHTS,),
+    "reductions": (Holding.REDUCTION,),
 }
+_OTHERS = {*Holding}.difference(*_PURPOSES.values())
 
 
 def _held(
@@ -230,19 +229,17 @@ def _held(
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
     inputs = tuple(size if program.graph.producers[stage] else 0 for stage, size in enumerate(costs.input_bytes))
     sizes["input_bytes"] = np.asarray(inputs, np.int64)  # inputs of first stages belong to the batch
-    activations = _holding(
-        program, replace(costs, input_bytes=inputs), Holding.INPUT, Holding.ACTIVATIONS, Holding.OFFLOADED
-    )
+    activations = _holding(program, replace(costs, input_bytes=inputs), *_PURPOSES["activations"])
     gradients = _Gradients.of(program, sizes, in_tree=in_tree)
     with_replicas = held_with_replicas(program, replicas, costs.update_transient_bytes)
     return {
         "gradients": gradients.around.before - with_replicas.released,
         "activations": activations.either + _met(program, sizes["buffer_bytes"]).either,
-        "weight_grads": _holding(program, costs, Holding.WEIGHT_GRAD).before,
-        "stashed": _holding(program, costs, Holding.WEIGHTS).either,
+        "weight_grads": _holding(program, costs, *_PURPOSES["weight_grads"]).before,
+        "stashed": _holding(program, costs, *_PURPOSES["stashed"]).either,
         "messages": _waiting(program, messages, posted),
         "reductions": with_replicas.buffers,
-        "gathered": _holding(program, costs, *OTHERS).either,
+        "gathered": _holding(program, costs, *_OTHERS).either,
         "transients": _transients(columns, sizes, gradients),
     }
 

@@ -14,8 +14,8 @@ from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.simulation.links import Link, Links
-from pipesched.simulation.replication import ReplicaCosts, Replication
-from tests.support.completed_programs import DIGESTS, cases, digest
+from pipesched.simulation.replication import ReplicaCosts
+from tests.support.completed_programs import DIGESTS, REPLICAS, cases, digest
 from tests.support.synthetic_profiles import profile
 
 WRITTEN = json.loads(DIGESTS.read_text())
@@ -42,14 +42,6 @@ def test_at_least_six_of_seven_cases_run():
 
 LINKS = Links(Link(latency_s=0.25, bytes_per_s=1000))
 UPDATES = {"none": UNCHANGED, "updates": Completion(updates=True), "norms": Completion(updates=True, norms=True)}
-REPLICAS = {
-    "alone": None,
-    "zero 0": Replication(num_replicas=2),
-    "zero 1": Replication(num_replicas=2, zero=1),
-    "zero 2": Replication(num_replicas=2, zero=2),
-    "zero 3": Replication(num_replicas=2, zero=3),
-    "zero 3 often": Replication(num_replicas=2, zero=3, gather_once=False),
-}
 
 
 def planned(schedule, completion, replication, checkpoint) -> Plan:

@@ -21,14 +21,14 @@ from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate
 
-__all__ = ["DIGESTS", "Case", "cases", "digest"]
+__all__ = ["DIGESTS", "REPLICAS", "Case", "cases", "digest"]
 
 DIGESTS = Path(__file__).parent.parent / "planning" / "completed_programs.json"
 
 _NUM_RANKS = 4
 _NUM_MICROBATCHES = 6
 _UPDATES = ("none", "optimizer", "clipping")
-_REPLICAS = {
+REPLICAS = {
     "alone": None,
     "zero 0": Replication(num_replicas=2),
     "zero 1": Replication(num_replicas=2, zero=1),
@@ -65,7 +65,7 @@ class Case:
     @property
     def replication(self) -> Replication | None:
         """The replicas; None for a single pipeline."""
-        return _REPLICAS[self.replicas]
+        return REPLICAS[self.replicas]
 
     @property
     def offloaded(self) -> list[int]:
@@ -136,7 +136,7 @@ class Case:
 
 def cases(name: str) -> Iterator[Case]:
     """Yield all combinations of one schedule."""
-    for parts in product(_chunks(name), _UPDATES, _REPLICAS, _TREATMENTS):
+    for parts in product(_chunks(name), _UPDATES, REPLICAS, _TREATMENTS):
         yield Case(name, *parts)
 
 
@@ -161,10 +161,10 @@ def digest(case: Case) -> str:
         programs = [str(program) for program in _programs(full)]
     except ScheduleError as error:
         return f"refused: {str(error)[:50]}"
-    without_messages = full.without_messages
-    costs = case.costs(without_messages)
+    program = full.without_messages
+    costs = case.costs(program)
     replicas = None if case.replication is None else case.replication.buffers(costs)
-    memories = rank_memory(without_messages, costs, replicas=replicas)
+    memories = rank_memory(program, costs, replicas=replicas)
     makespan_s = simulate(full.training, costs).makespan_s
     texts = [*programs, str(makespan_s), *(str(memory.total_bytes) for memory in memories)]
     return blake2b("\n\n".join(texts).encode(), digest_size=8).hexdigest()
