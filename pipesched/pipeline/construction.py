@@ -202,9 +202,8 @@ def start(
     stage_cut = cost_model.cut_stages(host, pins, programs, plan)
     host.collectives.check_plan(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None or spec.zero == 3:
-        cost_model.layers = host.collectives.agreed(
-            cost_model.measured
-        )  # measure the layers before their weights are sharded
+        # measure the layers before their weights are sharded
+        cost_model.layers = host.collectives.agreed(cost_model.measured)
     learn_step_types(host.collectives)
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.adopt_optimizers()

@@ -200,13 +200,11 @@ class Replanner:
         programs.connect(self._cost_model.layered.edges(cut), cut)
         costs = self._cost_model.stage_costs(programs, cut)
         costs = replace(costs, update_s=tuple(update_s * size for size in costs.weight_bytes))
-        without_messages = programs.full.without_messages
-        needs = rank_memory(without_messages, costs) if limits else ()
+        program = programs.full.without_messages
+        needs = rank_memory(program, costs) if limits else ()
         if any(need.total_bytes > limit for need, limit in zip(needs, limits or (), strict=False)):
             return inf
-        return (
-            simulate(without_messages, costs).makespan_s * programs.num_microbatches / without_messages.num_microbatches
-        )
+        return simulate(program, costs).makespan_s * programs.num_microbatches / program.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
         """Return the number of bytes to copy between devices, and the predicted duration of the whole move in seconds.

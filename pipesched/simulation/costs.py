@@ -284,7 +284,7 @@ class Costs:
             values |= {name: [*map(list, own)]} if any(own) else {}
         others = values.pop("other_s")
         values |= {"other_s": {name: list(own) for name, own in others.items()}} if others else {}
-        for name in _OF_GATHERS:
+        for name in _LEFT_OUT_IF_UNUSED:
             if not any(values[name]):
                 del values[name]
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
@@ -341,6 +341,6 @@ BY_BUCKET = tuple(kind for kind in Kind if not set(kind.row.costs).isdisjoint(_B
 #: The kinds whose time is in `Costs.other_s`.
 _OTHERS = [str(kind) for kind in Kind if not (kind.row.costs or kind.row.transfer)]
 _TIMES = {name for kind in Kind for name in kind.row.costs}
-_OF_GATHERS = ("unshard_s", "gathered_bytes", "gather_s")
+_LEFT_OUT_IF_UNUSED = ("unshard_s", "gathered_bytes", "gather_s")
 _COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads", "other_s")]
 _ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_BY_BUCKET)]

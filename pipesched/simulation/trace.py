@@ -17,7 +17,7 @@ from pipesched.checks import LARGEST, as_list, as_path, check_number, check_type
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.program.action_arrays import CODES, Columns, Ints, Orders
-from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind, Lane
+from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind, Lane, Queue
 from pipesched.program.dependencies import WEIGHT_USES
 from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_held
 from pipesched.simulation.communication_time import CommunicationTime
@@ -213,8 +213,7 @@ class Trace:
     @cached_property
     def _copies(self) -> tuple[Spans, ...]:
         """Each rank's copies between the host and the device; () if the trace has none."""
-        kinds = [kind for kind in self.kinds if kind.row.queue is not None and kind.row.lane is Lane.COPY]
-        kinds = [kind for kind in kinds if kind.row.transfer is None]
+        kinds = [kind for kind in self.kinds if kind.row.queue in (Queue.TO_HOST, Queue.FROM_HOST)]
         return self._of_ranks(*kinds) if kinds else ()
 
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
