@@ -9,12 +9,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The files of an sdist beside the package.
+#: The files of an sdist that do not belong to the package.
 BESIDE = {"LICENSE", "PKG-INFO", "README.md", "docs/package.md", "pyproject.toml", "setup.cfg"}
 
 
 def modules(root: Path) -> set[str]:
-    """Return the files of the package; schedules/ and viz/ stand beside it, and links lead to them."""
+    """Return the files of the package, with those of schedules/ and viz/, to which links in the package lead."""
     inside = {path for path in (root / "pipesched").rglob("*.py") if "__pycache__" not in path.parts}
     own = {str(path.relative_to(root)) for path in inside} | {"pipesched/py.typed"}
     return own | {

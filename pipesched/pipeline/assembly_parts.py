@@ -1,4 +1,4 @@
-"""Assembly parts: what each kind of run of an assembly needs besides its program."""
+"""Assembly parts: what a step, a check, a forward and a backward of a plan need besides their programs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
