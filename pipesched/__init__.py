@@ -9,7 +9,8 @@
 
 To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`. To log steps: `StepLog`.
 To add a loss inside a layer: `add_loss`. To pass micro-batches that you have cut yourself: `Microbatch`.
-To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
+To plan: `profile`, `tune`, `tune_profile`, `partition`. To study schedules: `schedules`, `simulate`, `validate`,
+`lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
 Each of these packages imports only from the packages above it:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from pipesched.pipeline.tune import tune as tune
     from pipesched.planning.plan import Plan as Plan
     from pipesched.planning.report.report import Report as Report
+    from pipesched.planning.tune_profile import tune_profile as tune_profile
     from pipesched.profiling.layered_costs import graph_of as graph_of
     from pipesched.profiling.link_probe import probe_links as probe_links
     from pipesched.profiling.overhead_probe import probe_overheads as probe_overheads
@@ -109,6 +111,7 @@ _HOME = {
     "schedule": "program.order",
     "simulate": "simulation.simulator",
     "tune": "pipeline.tune",
+    "tune_profile": "planning.tune_profile",
     "validate": "program.validation",
     "with_master_weights": "runtime.stage.master_weights",
 }

@@ -1,5 +1,6 @@
 """Units: formats times, sizes and counts as short text in a suitable unit."""
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ __all__ = [
     "and_more",
     "byte_unit",
     "counted",
+    "parse_bytes",
     "quote_bytes",
     "quote_count",
     "quote_speed",
@@ -69,6 +71,15 @@ def counted(count: int, what: str) -> str:
 def and_more(names: Sequence[object]) -> str:
     """Return the first name, quoted, and the number of other names, such as ``'0'`` or ``'0' and 3 more``."""
     return f"{names[0]!r} and {len(names) - 1} more" if len(names) > 1 else f"{names[0]!r}"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Convert a size such as ``16GB``, ``16 GiB`` or ``2e9`` to bytes: GB is 10**9 and GiB 2**30. None: not a size."""
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def quote_count(count: int) -> str:

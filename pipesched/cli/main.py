@@ -50,7 +50,7 @@ class _Commands(click.Group):
 def main() -> None:
     """Simulate, draw, check and compare pipeline schedules, and plan pipelines for models.
 
-    list, show, check, compare, bound, report and checkpoint need neither torch nor a GPU; graph and tune run a model.
+    Only graph, and tune for a model, need torch. No command needs a GPU.
 
     \b
     Examples:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,10 +15,11 @@ from pipesched.cli.options import (
     INPUT,
     MICROBATCHES,
     PICTURE,
-    PLAN,
+    PLAN_OR_REPORT,
     RANKS,
     REPORT,
     as_bytes,
+    as_optimizer,
     as_replicas,
     read_links,
     write,
@@ -28,8 +29,12 @@ from pipesched.cli.targets import imported, is_target
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.order import Schedule
 from pipesched.program.program import Program
+from pipesched.simulation.optimizer_state import OptimizerState
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted
+
+if TYPE_CHECKING:
+    from pipesched.planning.plan import Plan
 
 __all__ = ["graph", "report", "tune"]
 
@@ -109,8 +114,16 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
         write(figure.savefig, output)
 
 
-@click.command(short_help="Search for the fastest plan for a model.")
-@click.argument("model")
+@click.command(short_help="Search for the fastest plan for a model, a profile or a table of layers.")
+@click.argument("model", required=False)
+@click.option("--table", type=INPUT, help="A CSV file with a row for each layer, in place of MODEL. Needs no torch.")
+@click.option("--rows", type=click.IntRange(min=1), help="Rows of the micro-batch whose costs the table has.")
+@click.option(
+    "--optimizer",
+    callback=as_optimizer,
+    help="sgd, momentum, adam, adamw, or the bytes of state for each parameter.  [default: adam for a table, else that "
+    "of the profile]",
+)
 @click.option("--ranks", type=click.IntRange(min=1), default=RANKS, show_default=True, help="Number of ranks.")
 @click.option("--batch", type=click.IntRange(min=1), required=True, help="Number of rows in a batch.")
 @click.option(
@@ -139,68 +152,98 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Number of plans to run and measure, chosen by predicted step time.",
+    help="Number of plans to run for a few steps, to correct the costs with measured times.",
 )
-@click.option("--offload/--no-offload", default=None, help="Allow or forbid offloading activations.  [default: auto]")
+@click.option(
+    "--offload/--no-offload",
+    default=None,
+    help="Whether activations may be moved to the host to stay within the memory limit.  [default: if possible]",
+)
 @click.option(
     "--links", type=INPUT, help="Network links between ranks: a JSON file with the output of Links.to_dict()."
 )
-@click.option("-o", "--output", type=PLAN, help="Write the plan to this file, for Pipeline(plan=Plan.load(...)).")
+@click.option(
+    "-o",
+    "--output",
+    type=PLAN_OR_REPORT,
+    multiple=True,
+    help="Write the plan to this .json file, or the report to this .html, .txt, .png, .svg or .pdf file.",
+)
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
-def tune(  # noqa: PLR0913  # one parameter for each option
-    model: str,
-    *,
-    ranks: int,
-    batch: int,
-    replicas: Any,
-    zero: str,
-    memory_limit: int | None,
-    schedule: str,
-    microbatches: int | None,
-    all_ranks: bool,
-    confirm: int,
-    offload: bool | None,
-    links: Path | None,
-    output: Path | None,
-    width: int | None,
-) -> None:
+def tune(model: str | None, *, output: tuple[Path, ...], width: int | None, **choices: Any) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
     MODEL is a saved profile, or a function that returns a model and a sample. Write the function as for `pipesched
-    graph`: file.py:function or module:function. The function's model is profiled before the search. Identical profiles
-    give identical plans. With --confirm, the best plans run for a few steps: on GPUs if there is one GPU for each rank,
-    or else on the CPU. The measured times correct the costs, and the fastest plan is chosen.
+    graph`: file.py:function or module:function. The function's model is profiled before the search. With --table, the
+    costs of the layers come from a CSV file with the columns name, forward_ms, backward_ms, parameter_bytes,
+    output_bytes and activation_bytes. Identical profiles give identical plans. With --confirm, the best plans run for a
+    few steps: on GPUs if there is one GPU for each rank, or else on the CPU. The measured times correct the costs, and
+    the fastest plan is chosen.
 
     \b
     Examples:
       pipesched tune script.py:make --ranks 2 --batch 64 --confirm 3
       pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
       pipesched tune profile.json --ranks 64 --batch 512 --replicas auto --memory-limit 72GB
+      pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 16 --links links.json -o plan.json -o plan.png
     """
-    import pipesched
     from pipesched.planning.report.report import Report
 
-    made = (model,) if Path(model).is_file() and not model.endswith(".py") else _model(model)
-    plan = pipesched.tune(
-        *made,
-        num_ranks=ranks,
-        batch_size=batch,
-        memory_limit_bytes=memory_limit,
-        schedule=_schedule(schedule),
-        num_microbatches=microbatches,
-        all_ranks=all_ranks,
-        confirm=confirm,
-        offload="auto" if offload is None else offload,
-        links=None if links is None else read_links(links),
-        axes={"pipeline": ranks // replicas, "replicate": replicas} if isinstance(replicas, int) else replicas,
-        zero=int(zero) if zero.isdigit() else "auto",
-        progress=sys.stderr.isatty(),
-    )
+    ranks = choices["ranks"]
+    plan = _tuned(model, **choices)
     used = plan.program.num_ranks * (plan.replication.num_replicas if plan.replication else 1)
     unused = [f"the plan uses {used} of {counted(ranks, 'rank')}"] if used < ranks else []
-    _print(Report(plan, notes=unused), width)
-    if output:
-        write(plan.save, output)
+    report = Report(plan, notes=unused)
+    _print(report, width)
+    for path in output:
+        write(plan.save if path.suffix == ".json" else report.save, path)
+
+
+def _tuned(  # noqa: PLR0913  # one parameter for each option
+    model: str | None,
+    *,
+    table: Path | None,
+    rows: int | None,
+    optimizer: OptimizerState | None,
+    ranks: int,
+    replicas: Any,
+    zero: str,
+    memory_limit: int | None,
+    links: Path | None,
+    confirm: int,
+    batch: int,
+    schedule: str,
+    microbatches: int | None,
+    all_ranks: bool,
+    offload: bool | None,
+) -> "Plan":
+    """Search for a plan for a model, a saved profile or a table. Torch is imported only for a model."""
+    import pipesched
+
+    if (model is None) == (table is None) or (table is None and rows is not None):
+        got = "--rows without --table" if model and rows else "both" if model else "neither"
+        raise click.UsageError(f"tune needs MODEL, or --table with a CSV file; got {got}; pass one of them")
+    options: dict[str, Any] = {
+        "num_ranks": ranks,
+        "batch_size": batch,
+        "memory_limit_bytes": memory_limit,
+        "schedule": _schedule(schedule),
+        "num_microbatches": microbatches,
+        "all_ranks": all_ranks,
+        "offload": "auto" if offload is None else offload,
+        "links": None if links is None else read_links(links),
+        "axes": {"pipeline": ranks // replicas, "replicate": replicas} if isinstance(replicas, int) else replicas,
+        "zero": int(zero) if zero.isdigit() else "auto",
+        "optimizer": optimizer,
+        "progress": sys.stderr.isatty(),
+    }
+    if table is not None:
+        state: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
+        return pipesched.tune_profile(pipesched.Profile.from_table(table, rows=rows, **state), **options)
+    is_profile = Path(model or "").is_file() and not str(model).endswith(".py")
+    if is_profile and not confirm:
+        return pipesched.tune_profile(str(model), ranks_are="threads", **options)
+    return pipesched.tune(*((model,) if is_profile else _model(str(model))), confirm=confirm, **options)
 
 
 def _schedule(text: str) -> str | Schedule:

@@ -1,24 +1,27 @@
 """Options: the types and defaults of command-line options, and helpers that read and write files."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pipesched.errors import InputError
 from pipesched.json_files import load_json
 from pipesched.simulation.links import Links
+from pipesched.simulation.optimizer_state import OptimizerState, StateRule
+from pipesched.units import parse_bytes
 
 __all__ = [
     "FILE",
     "INPUT",
     "MICROBATCHES",
     "PICTURE",
-    "PLAN",
+    "PLAN_OR_REPORT",
     "RANKS",
     "REPORT",
     "as_bytes",
+    "as_optimizer",
     "as_replicas",
     "read_links",
     "write",
@@ -53,7 +56,7 @@ class Output(click.Path):
 
 
 PICTURE = Output(*PICTURES)
-PLAN = Output(".json")
+PLAN_OR_REPORT = Output(".json", ".html", ".txt", *PICTURES)
 REPORT = Output(*TEXTS, *PICTURES)
 
 
@@ -61,11 +64,22 @@ def as_bytes(_: Any, __: Any, text: str | None) -> int | None:
     """Parse a number of bytes, such as ``16GB``, ``16GiB`` or ``2e9``; None is returned unchanged."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
+    size = parse_bytes(text)
+    if size is None:
         raise click.BadParameter(f"{text!r} is not a number of bytes; for example, pass 16GB, 16GiB or 2e9")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    return size
+
+
+def as_optimizer(_: Any, __: Any, text: str | None) -> OptimizerState | None:
+    """Parse the name of an optimizer or a number of bytes for each parameter; None is returned unchanged."""
+    if text is None:
+        return None
+    try:
+        state: Any = float(text) if text[:1].isdecimal() else text
+        StateRule.of(state)
+    except (ValueError, InputError) as error:
+        raise click.BadParameter(str(error)) from error
+    return state  # type: ignore[no-any-return]  # checked above
 
 
 def as_replicas(_: Any, __: Any, text: str | None) -> int | str | None:

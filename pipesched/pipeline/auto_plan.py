@@ -23,9 +23,8 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import MICROBATCHES_PER_RANK
 from pipesched.planning.search_request import Offload, SearchRequest
 from pipesched.planning.tuner import find_plan, find_plan_of_replicas, too_small
-from pipesched.profiling.optimizer_costs import measure_updates
+from pipesched.profiling.optimizer_costs import measure_updates, put_updates
 from pipesched.profiling.profile_model import profile as measure
-from pipesched.profiling.profile_model import put_updates
 from pipesched.profiling.recompute_refusals import put_refusals
 from pipesched.program.completion import Completion
 from pipesched.runtime.executors.channel_plan import look
@@ -134,7 +133,7 @@ class AutoPlan:
         plan = find_plan_of_replicas(search_request) if self.gather_once is None else find_plan(search_request)
         first = plan.alternatives[0] if plan.alternatives else None
         _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
-        if why := too_small(plan, len(self.devices)):
+        if why := too_small(plan, search_request):
             warn(f"{why}; pass one device, or pass schedule= to use several")
         rows = -(-batch_size // plan.program.num_microbatches)
         graph = profile.graph(rows)

@@ -1,12 +1,14 @@
 """Tune: search for the plan with the shortest step, from a model or its profile."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.checks import as_list, is_count, shown
@@ -15,14 +17,15 @@ from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.options import Distributed
 from pipesched.pipeline.plan_trials import PlanTrial
 from pipesched.pipeline.sent_values import learn_decided_types
-from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
+from pipesched.planning.axes_search import Axes, Zero
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.proof import proved
-from pipesched.planning.search_request import EFFORT, Offload, SearchRequest
-from pipesched.planning.tuner import find_plan, too_small
+from pipesched.planning.profile_search import ProfileSearch
+from pipesched.planning.progress_bar import progress_bar
+from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload
+from pipesched.profiling.optimizer_costs import with_updates
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.program.checkpoint_options import Checkpoint
@@ -33,11 +36,11 @@ from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import host_for
 from pipesched.simulation.exact_solver import check_solver
 from pipesched.simulation.links import Links
+from pipesched.simulation.optimizer_state import OptimizerState
 from pipesched.simulation.overheads import RanksAre, check_ranks_are
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
 from pipesched.torch_checks import as_call
-from pipesched.user_warning import warn
 
 __all__ = ["tune"]
 
@@ -55,7 +58,8 @@ def tune(
     devices: Sequence[Any] | None = None,
     mesh: DeviceMesh | None = None,
     batch_size: int,
-    memory_limit_bytes: int | Sequence[int] | None = None,
+    memory_limit_bytes: MemoryLimit | None = None,
+    optimizer: Callable[[list[Any]], Optimizer] | OptimizerState | None = None,
     schedule: str | Schedule = "auto",
     num_stages: int | None = None,
     num_microbatches: int | None = None,
@@ -110,8 +114,11 @@ def tune(
         mesh: a mesh, as for Pipeline; used instead of num_ranks. Every process calls tune with the same arguments and
             gets the plan that rank 0 found.
         batch_size: the number of rows in a step.
-        memory_limit_bytes: the maximum number of bytes that a rank may hold: one number for all ranks, or one per rank.
-            Default: None (no limit).
+        memory_limit_bytes: the memory of each rank, in bytes or as text such as "16GB" (10**9 bytes) or "16GiB" (2**30
+            bytes): one limit for all ranks, or one per rank. Default: None (no limit).
+        optimizer: the optimizer of the training run, whose state and updates the plan then includes:
+            ``optimizer(params)`` -> torch.optim.Optimizer, as for Pipeline; or "sgd", "momentum", "adam", "adamw", or
+            the bytes of state for each parameter. Default: None (no optimizer, or the optimizer of the profile).
         schedule: the schedule to use. If you have set the schedule's number of chunks per rank with ``with_options``,
             the search keeps this number. The search also keeps the options ``max_in_flight`` and ``placement`` of
             `searched`. Default: "auto" (chosen by the search).
@@ -180,16 +187,36 @@ def tune(
         model, profile = None, as_profile(model)
     if mesh is not None or axes is not None:
         ranks_are = "processes"
-    _check_axes(axes, zero, num_ranks, confirm)
-    _check_effort(effort, axes)
+    _check_axes(axes, num_ranks, confirm)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _devices_for(num_ranks)
     runs_here = None if mesh is not None else ["cpu"]
     host = host_for((count and devices) or runs_here, mesh, 1, timeout, "all")
     places = list(devices or host.grid.devices)
-    if num_ranks is None:
-        num_ranks = len(places)
+    search = partial(
+        ProfileSearch,
+        num_ranks=num_ranks or len(places),
+        batch_size=batch_size,
+        request=PlanRequest(
+            schedule=schedule,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            boundaries=boundaries,
+            checkpoint=checkpoint,
+            together=together,
+        ),
+        memory_limit_bytes=memory_limit_bytes,
+        links=links,
+        all_ranks=all_ranks,
+        ranks_are=ranks_are,
+        num_cores=cores_of(list(map(torch.device, places))) if devices or mesh is not None else None,
+        offload=offload,
+        effort=_EFFORT_WITH_TRIALS if count and effort is None else effort,
+        axes=axes,
+        zero=zero,
+        updates=optimizer is not None,
+    )
 
     def decide(run: Run) -> Plan:
         options: dict[str, Any] = {
@@ -202,51 +229,15 @@ def tune(
             options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
         options["thorough"] = not count  # quick measurements suffice if trial runs correct the costs
         known = _profile(model, sample, profile, loss_fn, target, options)
+        if optimizer is not None:
+            known = with_updates(known, optimizer, model, options["device"])
         if devices or mesh is not None:
             is_limited = memory_limit_bytes is not None
             known = on_devices(known, list(map(torch.device, places)), offload, is_limited=is_limited)
-        request = PlanRequest(
-            schedule=schedule,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            boundaries=boundaries,
-            checkpoint=checkpoint,
-            together=together,
-        )
-        if axes is not None:
-            axes_request = AxesRequest(
-                profile=known,
-                num_ranks=num_ranks,
-                batch_size=batch_size,
-                request=request,
-                axes=axes,
-                zero=zero,
-                memory_limit_bytes=memory_limit_bytes,
-                links=links,
-                options={"ranks_are": ranks_are, "offload": offload},
-            )
-            with _bar(progress) as told:
-                return find_axes(axes_request, told)
-        search = SearchRequest.of(
-            known,
-            num_ranks,
-            batch_size,
-            request,
-            memory_limit_bytes=memory_limit_bytes,
-            links=links,
-            all_ranks=all_ranks,
-            ranks_are=ranks_are,
-            num_cores=cores_of(list(map(torch.device, places))) if devices or mesh is not None else None,
-            offload=offload,
-            effort=effort or (_EFFORT_WITH_TRIALS if count else EFFORT),
-        )
-        with _bar(progress) as told:
-            plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)
-        if prove:
-            plan = proved(plan, search.memory_limit_bytes)
-        if why := too_small(plan, num_ranks):
-            warn(f"{why}; keep one device, or pass all_ranks=True to use all")
-        return plan
+        own = search(profile=known)
+        with progress_bar(progress) as told:
+            plan = confirmed_plan(own.search_request, run, count, told) if count else own.find(told)
+        return own.finished(plan, prove=prove)
 
     ranks = {"devices": devices} if mesh is None else {"mesh": mesh, "distributed": Distributed(timeout=timeout)}
     where: dict[str, Any] = {**ranks, "whole_layers": whole_layers}
@@ -269,32 +260,13 @@ def _together(collectives: RankCollectives, decide: Callable[[Run], Plan], run: 
     return asked
 
 
-def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None) -> None:
-    """Raise InputError for ``zero`` without ``axes``, and for ``axes`` with ``confirm`` or without ``num_ranks``."""
-    if axes is None and zero != "auto":
-        raise InputError(
-            f"zero= splits optimizer states across replicas; got zero={zero!r} without axes=; pass axes='auto', or "
-            f"leave zero= out"
-        )
+def _check_axes(axes: Any, num_ranks: int | None, confirm: int | None) -> None:
+    """Raise InputError for ``axes`` with ``confirm`` or without ``num_ranks``."""
     if axes is not None and (num_ranks is None or confirm):
         got = "devices= or mesh=" if num_ranks is None else f"confirm={confirm}"
         raise InputError(
             f"with axes=, tune only simulates plans for num_ranks= ranks, and runs none; got {got}; pass num_ranks=, "
             f"and leave {got} out"
-        )
-
-
-def _check_effort(effort: Any, axes: Any) -> None:
-    """Raise InputError if ``effort`` is not a whole number of at least 1, or is combined with ``axes``."""
-    if effort is not None and not is_count(effort):
-        raise InputError(
-            f"effort= must be the number of actions that a search may simulate, at least 1; got {shown(effort)}; pass "
-            f"a whole number such as {EFFORT:_}"
-        )
-    if effort is not None and axes is not None:
-        raise InputError(
-            f"effort= limits a single search, but axes= starts a search for each division of the ranks; got "
-            f"effort={effort!r} with axes={shown(axes)}; leave one of them out"
         )
 
 
@@ -341,17 +313,3 @@ def _profile(model: Any, sample: Any, profile: Any, loss_fn: Any, target: Any, o
     if model is not None:
         known.check_model(layered(as_model(model), as_call(sample), options["whole_layers"]).graph({}))
     return known
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar if ``shown`` and tqdm is installed. Yields a function that sets the progress, from 0 to 1."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        shown = False
-    if not shown:
-        yield lambda _: None
-        return
-    with tqdm(total=100, desc="searching for a plan", bar_format="{desc}: {percentage:3.0f}% {bar} {elapsed}") as bar:
-        yield lambda share: bar.update(round(100 * share) - bar.n) and None

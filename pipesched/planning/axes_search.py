@@ -16,7 +16,7 @@ from pipesched.planning.candidates import microbatch_counts
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.search_request import MemoryLimit, SearchRequest
 from pipesched.planning.tuner import Tuner, find_plan
 from pipesched.program.completion import Completion
 from pipesched.simulation.links import Links
@@ -55,7 +55,7 @@ class AxesRequest:
     axes: Axes = "auto"
     zero: Zero = "auto"
     #: The memory limit of every rank. None: no limit.
-    memory_limit_bytes: int | Sequence[int] | None = None
+    memory_limit_bytes: MemoryLimit | None = None
     #: The links between all ranks. None: the links of the profile's machine.
     links: Links | None = None
     #: Other arguments of `SearchRequest.of`.
@@ -63,7 +63,7 @@ class AxesRequest:
 
     def __post_init__(self) -> None:
         limit = self.memory_limit_bytes
-        if limit is not None and not isinstance(limit, int | float):
+        if limit is not None and not isinstance(limit, int | float | str):
             raise PartitionError(
                 f"with axes=, all ranks have the same memory limit, because the search decides which stages each rank "
                 f"runs; got memory_limit_bytes={shown(limit)}; pass one number"

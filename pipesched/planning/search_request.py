@@ -24,12 +24,15 @@ from pipesched.simulation.memory import AHEAD
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
-from pipesched.units import counted
+from pipesched.units import counted, parse_bytes
 
-__all__ = ["EFFORT", "Offload", "SearchRequest", "check_offload", "limits_of"]
+__all__ = ["EFFORT", "MemoryLimit", "Offload", "SearchRequest", "check_offload", "limits_of"]
 
 #: Whether activations can be offloaded to the host. "auto": if host memory is separate and its bandwidth is known.
 Offload = Literal["auto"] | bool
+
+#: The memory of a rank in bytes, or as text such as "16GB" or "16GiB": one limit for all ranks, or one for each rank.
+MemoryLimit = int | str | Sequence[int | str]
 
 #: The default number of actions to simulate, about three seconds.
 EFFORT = 3_000_000
@@ -198,7 +201,7 @@ class SearchRequest:
         batch_size: int,
         request: PlanRequest,
         *,
-        memory_limit_bytes: int | Sequence[int] | None = None,
+        memory_limit_bytes: MemoryLimit | None = None,
         counts: Sequence[int] | None = None,
         ranks_are: RanksAre = "threads",
         num_cores: int | None = None,
@@ -305,17 +308,18 @@ def _check_defaults(searched: Schedule) -> None:
             )
 
 
-def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:
+def limits_of(given: MemoryLimit | None, num_ranks: int) -> tuple[int, ...] | None:
     """Return one memory limit per rank; None if there are no limits. Raises PartitionError for invalid limits."""
     if given is None:
         return None
-    limits = list(given) if isinstance(given, Sequence) else [given] * num_ranks
-    if len(limits) != num_ranks or not all(map(_is_size, limits)):
+    limits = [given] * num_ranks if isinstance(given, str) or not isinstance(given, Sequence) else list(given)
+    sizes = [parse_bytes(limit) if isinstance(limit, str) else limit for limit in limits]
+    if len(sizes) != num_ranks or not all(map(_is_size, sizes)):
         raise PartitionError(
             f"memory_limit_bytes must be a positive number of bytes, which applies to each rank, or a list with one "
-            f"number for each rank ({num_ranks} in all); got {shown(given)}; for example, pass 16 * 2**30"
+            f"number for each rank ({num_ranks} in all); got {shown(given)}; for example, pass 16 * 2**30, or '16GiB'"
         )
-    return tuple(map(int, limits))
+    return tuple(int(size) for size in sizes if size is not None)
 
 
 def _is_size(limit: Any) -> bool:

@@ -94,17 +94,20 @@ def find_plan_of_replicas(search: SearchRequest) -> Plan:
         return find_plan(replace(search, replica_costs=replicas.gathering(once=False)))
 
 
-def too_small(plan: Plan, num_ranks: int) -> str:
-    """Return a warning if the plan uses one device because more devices would not be faster; otherwise ""."""
-    if plan.replication is not None:
+def too_small(plan: Plan, search: SearchRequest) -> str:
+    """Return a warning if the plan uses one device because more devices would not be faster; otherwise "".
+
+    Returns "" if the request leaves room for one device only.
+    """
+    if plan.replication is not None or search.num_stages == 1 or search.num_ranks == 1 or not plan.alternatives:
         return ""
     chosen, *others = plan.alternatives
-    several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
-    if num_ranks == 1 or chosen.num_ranks > 1 or not several:
+    several = min((_expected_s(other) for other in others if other.num_ranks > 1 and other.fits), default=inf)
+    if chosen.num_ranks > 1 or not _expected_s(chosen) <= several < inf:
         return ""
     return (
         f"the model is too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))} per "
-        f"step, and the best plan for several devices takes {quote_time(min(several))}"
+        f"step, and the best plan for several devices takes {quote_time(several)}"
     )
 
 

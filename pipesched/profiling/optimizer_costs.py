@@ -4,25 +4,38 @@ Times are measured in real steps. `pipesched.profiling.optimizer_memory` compute
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pipesched.capture.layered_model import as_model
 from pipesched.checks import shown
-from pipesched.errors import ModelTypeError
+from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.named_parameters import NamedParameters
 from pipesched.profiling.optimizer_memory import Upkeep, upkeep_of
+from pipesched.simulation.optimizer_state import OptimizerState
+from pipesched.simulation.profile import Profile
 from pipesched.tensors.caller_context import intra_op
+from pipesched.torch_checks import as_device, as_optimizer
 
-__all__ = ["Update", "measure_updates"]
+__all__ = ["Update", "measure_updates", "put_updates", "with_updates"]
 
 _STANDS_IN_BYTES = 1 << 26  # size of the parameters on which an optimizer is timed; larger than CPU caches
 _ROUNDS = 7
+#: The optimizers that can be given by name. Their settings do not matter, only their states and times.
+_BY_NAME: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 class Update(NamedTuple):
@@ -98,3 +111,46 @@ def _step(optimizer: Optimizer, parameters: list[nn.Parameter], device: torch.de
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin
+
+
+def put_updates(graphs: Iterable["nx.DiGraph[str]"], updates: Mapping[str, Update]) -> None:
+    """Add the costs of each parameter's update to the first layer that uses the parameter."""
+    for graph in graphs:
+        left = dict(updates)
+        for _, node in graph.nodes(data=True):
+            own = [left.pop(name) for name in node["parameters"] if name in left]
+            node["update_s"] = sum(update.update_s for update in own)
+            node["optimizer_bytes"] = sum(update.optimizer_bytes for update in own)
+            node["update_transient_bytes"] = sum(update.update_transient_bytes for update in own)
+
+
+def with_updates(
+    profile: Profile, optimizer: Callable[[list[Any]], Optimizer] | OptimizerState, model: Any, device: Any
+) -> Profile:
+    """Return the profile with the costs of an optimizer.
+
+    Args:
+        profile: the profile.
+        optimizer: a function that makes the optimizer, which is measured; or its name, or the bytes of state for each
+            parameter.
+        model: the user's model. None if only a profile is known; the state of an optimizer is then computed.
+        device: the device on which updates are measured.
+
+    Raises:
+        InputError: ``optimizer`` is a function, but there is no model.
+
+    """
+    make = _BY_NAME.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if model is None and callable(optimizer):
+        raise InputError(
+            f"optimizer= must be a name or a number of bytes if only a profile is known, because the function is "
+            f"measured with the model's parameters; got {shown(optimizer)}; pass 'adamw', the bytes of state for each "
+            f"parameter, or the model together with profile="
+        )
+    if model is None or not callable(make):
+        return profile.with_optimizer(optimizer)  # type: ignore[arg-type]  # checked there
+    parameters = dict(as_model(model).named_parameters())
+    updates = measure_updates(as_optimizer(make), parameters, as_device(device), 1)
+    graphs = {rows: graph.copy() for rows, graph in profile.graphs.items()}
+    put_updates(graphs.values(), updates)
+    return replace(profile, graphs=graphs)

@@ -1,13 +1,12 @@
 """Profile model: measures the costs of a model's layers for micro-batches of several sizes, and returns a Profile."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from os import PathLike
 from statistics import median
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from pipesched.model.state_guard import set_aside, unchanged, untouched
 from pipesched.profiling.layer_profiler import Between, MeasurementEffort, measure_calls
 from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import loss_costs, with_loss_bytes
-from pipesched.profiling.optimizer_costs import Update, measure_updates
+from pipesched.profiling.optimizer_costs import measure_updates, put_updates
 from pipesched.profiling.plausibility import doubt_of_sum
 from pipesched.profiling.recompute_refusals import put_refusals
 from pipesched.runtime.executors.channel_plan import look
@@ -35,7 +34,7 @@ from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.torch_checks import as_call, as_device, as_function, as_optimizer, as_threads
 from pipesched.user_warning import warn
 
-__all__ = ["as_loss", "profile", "put_updates"]
+__all__ = ["as_loss", "profile"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
 _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds affects only one pass of a size
@@ -255,17 +254,6 @@ def _check_sum(
             f"layer times should add up to the model's time; {why}; the machine may have been busy: measure again when "
             f"it is idle; if the difference persists, the model's own code takes time that is not in the profile"
         )
-
-
-def put_updates(graphs: Iterable["nx.DiGraph[str]"], updates: Mapping[str, Update]) -> None:
-    """Add the costs of each parameter's update to the first layer that uses the parameter."""
-    for graph in graphs:
-        left = dict(updates)
-        for _, node in graph.nodes(data=True):
-            own = [left.pop(name) for name in node["parameters"] if name in left]
-            node["update_s"] = sum(update.update_s for update in own)
-            node["optimizer_bytes"] = sum(update.optimizer_bytes for update in own)
-            node["update_transient_bytes"] = sum(update.update_transient_bytes for update in own)
 
 
 def _sizes(rows: Collection[int] | None, has: int) -> list[int]:

@@ -18,6 +18,7 @@ __all__ = [
     "TIMES",
     "LayerCosts",
     "Stages",
+    "carried",
     "costs_of",
     "costs_of_stage",
     "joined_costs",
@@ -207,6 +208,15 @@ _SUMS = (
 )
 
 
+def carried(graph: "nx.DiGraph[str]", one: str, other: str) -> Mapping[str, int]:
+    """Return the tensors on an edge, as {tensor: bytes}. An edge without sizes carries the whole output of ``one``."""
+    edge = graph.edges[one, other]
+    tensors: Mapping[str, int] | None = edge.get("tensors")
+    if tensors is not None:
+        return tensors
+    return {one: edge.get("bytes", graph.nodes[one].get("output_bytes", 0))}
+
+
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
     """Return the bytes that stages send to later stages per micro-batch: {(sending stage, receiving stage): bytes}.
 
@@ -214,9 +224,9 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
     """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it
-    for one, other, edge in graph.edges(data=True):
+    for one, other in graph.edges:
         if home[one] != home[other]:
-            for tensor, size in edge.get("tensors", {one: edge.get("bytes", 0)}).items():
+            for tensor, size in carried(graph, one, other).items():
                 ways.setdefault((home[one], tensor), (size, set()))[1].add(home[other])
     sizes: dict[tuple[int, int], int] = {}
     for (giver, _), (size, users) in ways.items():

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any, get_args
@@ -16,8 +16,10 @@ from pipesched.json_files import load_json
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import FIXED, LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
+from pipesched.simulation.layer_table import Table, TableOptions, read_table, rows_of_table, write_table
+from pipesched.simulation.optimizer_state import OptimizerState, StateRule
 from pipesched.simulation.overheads import Machine, RanksAre
-from pipesched.simulation.profile_validation import check_graphs, check_model
+from pipesched.simulation.profile_validation import as_notes, check_graphs, check_model
 from pipesched.simulation.size_fit import SizeFit
 from pipesched.simulation.size_interpolation import figure_at
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
@@ -44,6 +46,7 @@ class Profile:
         machine: device name, links, overheads and host bandwidth of the machine.
         size_fit: the costs of the layers as functions of a micro-batch's size, used when the micro-batches of a step
             have different sizes. Default: all costs are proportional to the number of elements.
+        notes: sentences on costs that were assumed, not measured. Plans made from the profile repeat them. Default: ().
 
     Raises:
         ScheduleError: for graphs with different layers or edges, and for invalid values.
@@ -54,6 +57,7 @@ class Profile:
     model: str = ""
     machine: Machine = field(default_factory=Machine)
     size_fit: SizeFit = field(default_factory=SizeFit)
+    notes: tuple[str, ...] = ()
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -173,6 +177,88 @@ class Profile:
     def _stages(self) -> dict[Any, dict[str, Any]]:
         return {}
 
+    @classmethod
+    def from_table(
+        cls,
+        table: Table,
+        *,
+        rows: int | None = None,
+        optimizer: OptimizerState = "adam",
+        bytes_per_parameter: float = 4,
+        machine: Machine | None = None,
+    ) -> "Profile":
+        """Make a profile from a table of layers, for a model or a machine that cannot be measured here.
+
+        ::
+
+            table = [
+                {"name": "embed", "forward_ms": 1, "backward_ms": 2, "parameter_bytes": 4e8, "output_bytes": 16e6,
+                 "activation_bytes": 16e6},
+                {"name": "block", "forward_ms": 9, "backward_ms": 18, "parameter_bytes": 2e8, "output_bytes": 16e6,
+                 "activation_bytes": 3e8},
+            ]
+            profile = pipesched.Profile.from_table(table, rows=4)
+            plan = pipesched.tune_profile(profile, num_ranks=2, batch_size=64)
+
+        Each row is a layer, and takes the output of the row above it. docs/howto/tables.md describes all columns and
+        their default values.
+
+        Args:
+            table: a list of dicts, a DataFrame, or the path of a CSV file whose first line has the names of the
+                columns.
+            rows: the number of rows of the micro-batch whose costs the table has. Default: the column ``rows``.
+            optimizer: the optimizer's state, for a table without ``optimizer_bytes``: "sgd", "momentum", "adam",
+                "adamw", or the bytes of state for each parameter. Default: "adam".
+            bytes_per_parameter: the size of a parameter, for a table without ``num_parameters``. Default: 4.
+            machine: the machine's links and overheads. Default: unknown.
+
+        Returns:
+            The profile. Its ``notes`` say what was assumed.
+
+        Raises:
+            ScheduleError: for missing or unknown columns and invalid values; the message lists all of them.
+
+        """
+        options = TableOptions(optimizer=optimizer, bytes_per_parameter=bytes_per_parameter)
+        graphs, assumed = read_table(table, rows, options)
+        return cls(graphs, machine=machine or Machine(), notes=(assumed,) if assumed else ())
+
+    def to_table(self, path: str | PathLike[str] | None = None) -> list[dict[str, Any]]:
+        """Return the layers as the rows of a table, without columns in which all values are defaults.
+
+        ``Profile.from_table`` makes the same profile from these rows. Names of parameters, links and overheads are not
+        part of a table.
+
+        Args:
+            path: the CSV file to write. Default: None (no file is written).
+
+        Raises:
+            ScheduleError: if a layer shares only a part of its parameters with another layer.
+
+        """
+        lines = rows_of_table(self.graphs, TableOptions())
+        if path is not None:
+            write_table(lines, path)
+        return lines
+
+    def with_optimizer(self, optimizer: OptimizerState) -> "Profile":
+        """Return a copy with the size of an optimizer's state.
+
+        Args:
+            optimizer: "sgd", "momentum", "adam", "adamw", or the bytes of state for each parameter.
+
+        """
+        state = StateRule.of(optimizer)
+        graphs = {rows: graph.copy() for rows, graph in self.graphs.items()}
+        for graph in graphs.values():
+            seen: set[str] = set()
+            for _, node in graph.nodes(data=True):
+                fresh = [name for name in node["parameters"] if name not in seen]
+                sizes = [graph.graph["parameters"][name] for name in fresh]
+                node["optimizer_bytes"] = sum(state.size(*size) for size in sizes)
+                seen.update(fresh)
+        return replace(self, graphs=graphs)
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
         return {
@@ -180,19 +266,21 @@ class Profile:
             "machine": self.machine.to_dict(),
             "sizes": {str(rows): _plain(graph) for rows, graph in sorted(self.graphs.items())},
             **({"size_fit": self.size_fit.to_dict()} if self.size_fit.layers else {}),
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
         """Make a profile from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         try:
-            check_known("a profile must have", values, ("model", "machine", "sizes", "size_fit"))
+            check_known("a profile must have", values, ("model", "machine", "sizes", "size_fit", "notes"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
             check_type(
                 values["model"], str, "the field 'model' of a profile must be the model's digest, a string", _AGAIN
             )
-            return cls(graphs, values["model"], machine, SizeFit.from_dict(values.get("size_fit", {})))
+            size_fit = SizeFit.from_dict(values.get("size_fit", {}))
+            return cls(graphs, values["model"], machine, size_fit, as_notes(values.get("notes", ())))
         except PipeschedError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:

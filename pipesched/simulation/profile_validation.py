@@ -9,9 +9,9 @@ import networkx as nx
 from pipesched.checks import check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.simulation.layer_costs import NEEDED
-from pipesched.units import counted
+from pipesched.units import and_more, counted
 
-__all__ = ["check_graphs", "check_model"]
+__all__ = ["as_notes", "check_graphs", "check_model"]
 
 _AGAIN = "measure the model again"
 
@@ -45,6 +45,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
                 f"a profile must have the same edges for all micro-batch sizes; {one!r} -> {other!r} exists for only "
                 f"one of the micro-batch sizes {first} and {rows}; {_AGAIN}"
             )
+        _check_complete(graph)
         _check_parameters(graph)
         for name, value in _numbers(graph):
             (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {counted(rows, 'row')}")
@@ -76,6 +77,28 @@ def _figures(value: Any) -> Any:
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 
+def _check_complete(graph: "nx.DiGraph[str]") -> None:
+    """Raise ScheduleError unless every layer has all costs."""
+    missing: dict[str, list[str]] = {}
+    for name, node in graph.nodes(data=True):
+        for key in (*NEEDED, "parameters"):
+            if key not in node:
+                missing.setdefault(key, []).append(name)
+    if missing:
+        words = ", ".join(f"{key} of layer {and_more(names)}" for key, names in missing.items())
+        raise ScheduleError(
+            f"a profile must have all costs of each layer; missing: {words}; {_AGAIN}, or make the profile with "
+            f"Profile.from_table, which has default values"
+        )
+
+
+def as_notes(values: Any) -> tuple[str, ...]:
+    """Return the notes of a saved profile. Raises ScheduleError unless they are a list of strings."""
+    if not isinstance(values, list | tuple) or not all(isinstance(note, str) for note in values):
+        raise ScheduleError(f"the notes of a profile must be a list of strings; got {shown(values)}; save it again")
+    return tuple(values)
+
+
 def _check_parameters(graph: "nx.DiGraph[str]") -> None:
     """Raise ScheduleError unless the graph has a valid size for every parameter of its layers."""
     sizes = graph.graph.get("parameters", {})
@@ -96,11 +119,6 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
 
 def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
     for name, node in graph.nodes(data=True):
-        for key in (*NEEDED, "parameters"):
-            if key not in node:
-                raise ScheduleError(
-                    f"a profile must have all costs of each layer; {key} of layer {name!r} is missing; {_AGAIN}"
-                )
         for key, value in node.items():
             if key.endswith(("_s", "_bytes")) or key in ("spread", "num_parameters", "offloads"):
                 yield f"{key} of layer {name!r}", value

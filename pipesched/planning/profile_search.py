@@ -1,0 +1,129 @@
+"""Profile search: finds the best plan for a profile, on ranks that this machine need not have."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from pipesched.checks import is_count, shown
+from pipesched.errors import InputError, PartitionError
+from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
+from pipesched.planning.plan import Plan
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.proof import proved
+from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, SearchRequest
+from pipesched.planning.tuner import find_plan, too_small
+from pipesched.program.completion import Completion
+from pipesched.simulation.links import Links
+from pipesched.simulation.overheads import RanksAre, check_ranks_are
+from pipesched.simulation.profile import Profile
+from pipesched.user_warning import warn
+
+__all__ = ["ProfileSearch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSearch:
+    """A search for the best plan for a profile: the measured layers, the ranks, and the choices of the user.
+
+    The fields have the meaning of the arguments of `pipesched.tune_profile`.
+    """
+
+    profile: Profile
+    num_ranks: int
+    batch_size: int
+    request: PlanRequest = field(default_factory=PlanRequest)
+    memory_limit_bytes: MemoryLimit | None = None
+    links: Links | None = None
+    all_ranks: bool = False
+    ranks_are: RanksAre = "processes"
+    #: The number of CPU cores that all ranks share. None: every rank has a device of its own.
+    num_cores: int | None = None
+    offload: Offload = "auto"
+    effort: int | None = None
+    axes: Axes | None = None
+    zero: Zero = "auto"
+    #: Whether a step updates the weights even if the optimizer keeps no state.
+    updates: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranks_are(self.ranks_are)
+        if not is_count(self.num_ranks):
+            raise PartitionError(
+                f"num_ranks must be a whole number, at least 1; got {shown(self.num_ranks)}; pass 1 or more"
+            )
+        if self.axes is None and self.zero != "auto":
+            raise InputError(
+                f"zero= splits optimizer states across replicas; got zero={self.zero!r} without axes=; pass "
+                f"axes='auto', or leave zero= out"
+            )
+        if self.effort is not None and not is_count(self.effort):
+            raise InputError(
+                f"effort= must be the number of actions that a search may simulate, at least 1; got "
+                f"{shown(self.effort)}; pass a whole number such as {EFFORT:_}"
+            )
+        if self.effort is not None and self.axes is not None:
+            raise InputError(
+                f"effort= limits a single search, but axes= starts a search for each division of the ranks; got "
+                f"effort={self.effort!r} with axes={shown(self.axes)}; leave one of them out"
+            )
+
+    @cached_property
+    def search_request(self) -> SearchRequest:
+        """The request for a plan of one pipeline."""
+        updates: dict[str, Any] = {"completion": Completion(updates=True)} if self.updates else {}
+        return SearchRequest.of(
+            self.profile,
+            self.num_ranks,
+            self.batch_size,
+            self.request,
+            memory_limit_bytes=self.memory_limit_bytes,
+            links=self.links,
+            all_ranks=self.all_ranks,
+            ranks_are=self.ranks_are,
+            num_cores=self.num_cores,
+            offload=self.offload,
+            effort=self.effort or EFFORT,
+            **updates,
+        )
+
+    @cached_property
+    def axes_request(self) -> AxesRequest:
+        """The request for a plan with replicas."""
+        return AxesRequest(
+            profile=self.profile,
+            num_ranks=self.num_ranks,
+            batch_size=self.batch_size,
+            request=self.request,
+            axes=self.axes or "auto",
+            zero=self.zero,
+            memory_limit_bytes=self.memory_limit_bytes,
+            links=self.links,
+            options={"ranks_are": self.ranks_are, "offload": self.offload},
+        )
+
+    def find(self, progress: Callable[[float], None] = lambda _: None) -> Plan:
+        """Find the best plan. Raises the errors of `pipesched.tune_profile`.
+
+        Args:
+            progress: called with the completed fraction of the search.
+
+        """
+        if self.axes is not None:
+            return find_axes(self.axes_request, progress)
+        return find_plan(self.search_request, progress)
+
+    def finished(self, plan: Plan, *, prove: bool = False) -> Plan:
+        """Return the plan that the search found, with a proof if ``prove``. Warns if only one device is useful."""
+        if self.axes is not None:
+            return plan
+        if prove:
+            plan = proved(plan, self.search_request.memory_limit_bytes)
+        if why := too_small(plan, self.search_request):
+            warn(f"{why}; keep one device, or pass all_ranks=True to use all")
+        return plan
+
+    def but(self, **changes: Any) -> "ProfileSearch":
+        """Return a copy with other arguments of `pipesched.tune_profile`."""
+        of_request = {name: changes.pop(name) for name in tuple(changes) if hasattr(self.request, name)}
+        return replace(self, request=replace(self.request, **of_request), **changes)
