@@ -115,14 +115,29 @@ class Partition:
 
     def explain(self) -> str:
         """Return text: a table of the stages, the bottleneck, and why no other partition is faster."""
-        rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
         verdict = "optimal" if self.proved else f"at most {self.gap:.1%} above the optimum"
         lines = [
-            *_aligned(rows),
+            *self.stage_lines(),
             f"bottleneck: {self.bottleneck}, {quote_time(self.bottleneck_s)}: {verdict}",
             "why: " + self.reason.replace("; ", ";\n     "),
         ]
         return "\n".join(lines)
+
+    def stage_lines(self, rank_bytes: Sequence[int] | None = None) -> list[str]:
+        """Return the lines of a table of the stages.
+
+        Args:
+            rank_bytes: the memory of each rank, known from a simulation of the step, for the column ``rank memory``.
+                Default: the columns ``activations`` and ``memory`` of the summaries.
+
+        """
+        rows = [dict(zip(_HEAD, _row(stage, summary), strict=True)) for stage, summary in enumerate(self.summaries)]
+        head: Sequence[str] = _HEAD
+        if rank_bytes is not None:
+            head = [name if name != "memory" else "rank memory" for name in _HEAD if name != "activations"]
+            for row, summary in zip(rows, self.summaries, strict=True):
+                row["rank memory"] = quote_bytes(rank_bytes[summary.rank])
+        return _aligned([tuple(head), *(tuple(row[name] for name in head) for row in rows)])
 
     __str__ = explain
 
@@ -181,7 +196,7 @@ def with_class_name(layer: Any, classes: Mapping[Any, str]) -> Any:
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    sides: list[Callable[[str, int], str]] = [str.ljust if name in _LEFT else str.rjust for name in _HEAD]
+    sides: list[Callable[[str, int], str]] = [str.ljust if name in _LEFT else str.rjust for name in rows[0]]
     return [
         "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows

@@ -6,8 +6,10 @@ from contextlib import closing, contextmanager, suppress
 from pipesched.capture.layered_model import LayeredModel, LayerError
 from pipesched.errors import ExecutionError, GraphError
 from pipesched.partitioning.result import Partition, StageLayers, StageSummary
+from pipesched.planning.advice import Advice, NextStep
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan, Tie
+from pipesched.planning.step_shares import StepShares
 from pipesched.program.action_arrays import Columns, Orders
 from pipesched.program.completion import Completion
 from pipesched.program.dependencies import StageGraph
@@ -31,6 +33,9 @@ __all__ = ["learn_decided_types", "learn_sent_values", "learn_step_types"]
 _DECIDED = (
     Plan,
     Tie,
+    StepShares,
+    Advice,
+    NextStep,
     Program,
     Columns,
     StageGraph,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -17,6 +18,7 @@ from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.options import Distributed
 from pipesched.pipeline.plan_trials import PlanTrial
 from pipesched.pipeline.sent_values import learn_decided_types
+from pipesched.planning.adviser import advised
 from pipesched.planning.axes_search import Axes, Zero
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
@@ -24,7 +26,7 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.profile_search import ProfileSearch
 from pipesched.planning.progress_bar import progress_bar
-from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload
+from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, SearchRequest
 from pipesched.profiling.optimizer_costs import with_updates
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
@@ -236,7 +238,10 @@ def tune(
             known = on_devices(known, list(map(torch.device, places)), offload, is_limited=is_limited)
         own = search(profile=known)
         with progress_bar(progress) as told:
-            plan = confirmed_plan(own.search_request, run, count, told) if count else own.find(told)
+            if count:
+                plan = confirmed_plan(own.search_request, run, count, told, partial(_advised, own))
+            else:
+                plan = advised(own, own.find(told))
         return own.finished(plan, prove=prove)
 
     ranks = {"devices": devices} if mesh is None else {"mesh": mesh, "distributed": Distributed(timeout=timeout)}
@@ -246,6 +251,11 @@ def tune(
             model, sample, loss_fn, target, split_dims, where, host, batch_size, runs_all=confirm is not None
         )
         return decide(trial.run) if host.grid.in_one_process else _together(host.collectives, decide, trial.run)
+
+
+def _advised(search: ProfileSearch, plan: Plan, corrected: SearchRequest) -> Plan:
+    """Return a plan with advice from searches with the costs that measured steps have corrected."""
+    return advised(replace(search, profile=corrected.profile), plan)
 
 
 def _together(collectives: RankCollectives, decide: Callable[[Run], Plan], run: Run) -> Plan:

@@ -28,6 +28,9 @@ Progress = Callable[[float], None]
 #: plan, or [] for a plan that did not run. At least one plan must run; the first plan is the most important.
 Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
+#: A function that completes a plan. It also gets the request with the corrected costs from which the plan was made.
+Finish = Callable[[Plan, SearchRequest], Plan]
+
 _LEAST = 0.01  # differences below this fraction of a step are ignored
 _TIMES_NOISE = 2
 _ERROR_OF_PREDICTION = 0.03  # the typical relative error of a predicted step time
@@ -119,7 +122,13 @@ def _needed(noise: float) -> float:
     return max(_LEAST, _TIMES_NOISE * noise)
 
 
-def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
+def confirmed_plan(
+    search: SearchRequest,
+    run: Run,
+    count: int,
+    progress: Progress = lambda _: None,
+    finish: Finish = lambda plan, _: plan,
+) -> Plan:
     """Search for plans, run the best plans, and return the fastest of them with corrected costs.
 
     If the times of several plans differ only by noise, the plan with the shortest expected step is chosen. The
@@ -131,6 +140,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
         count: the maximum number of plans to run. Any two of them differ in ranks, micro-batches, chunks, backward
             splitting or checkpointing. If the search with corrected costs finds a better plan, this plan also runs.
         progress: called with the completed fraction of the work.
+        finish: completes the plan before its measured alternatives are added. Default: the plan stays as it is.
 
     """
     progress = _forward(progress)
@@ -145,10 +155,11 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
         again = next((one.steps for one in rivals if one.found is fastest.found), fastest.steps)
         rivals = [replace(fastest, steps=again), *(one for one in rivals if one.found is new)]
         tried = [*rivals, *others]
-        tuner, known, tried = _predicted_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
+        search = _corrected(search, tried)
+        tuner, known, tried = _predicted_again(search, tried, _part(progress, 0.9, 1.0))
         tuner.explore(known=known)  # finds the alternatives of the plan
         fastest = _fastest(tried[: len(rivals)], _usual_deviation(tried))
-    plan = tuner.plan(fastest.found)
+    plan = finish(tuner.plan(fastest.found), search)
     progress(1)
     return replace(plan, alternatives=tuple(_weighed(plan, tried, fastest)))
 

@@ -12,7 +12,10 @@ from pipesched.checks import as_path, check_known, check_number, check_type, is_
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.partitioning.result import Partition, StageLayers, span, with_class_name
+from pipesched.planning.advice import NO_ADVICE, Advice, binding, places_of
 from pipesched.planning.alternatives import Alternative, taken
+from pipesched.planning.compared_plans import compared_plans
+from pipesched.planning.step_shares import StepShares, step_shares
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words
 from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.program.dependencies import StageGraph, chain
@@ -23,11 +26,13 @@ from pipesched.program.validation import validate
 from pipesched.simulation.communication import AxisCommunication, communication
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import RankMemory, rank_memory
+from pipesched.simulation.profile_validation import as_notes
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate, simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
+from pipesched.viz.tables import text_table
 from pipesched.whole_files import write_whole
 
 __all__ = ["Plan", "Tie", "completion_of", "searched_before"]
@@ -87,6 +92,9 @@ class Plan:
             Default: no updates.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
+        notes: sentences on costs that were assumed, not measured.
+        shares: what the predicted step is spent on, found by the search. None: there was no search.
+        advice: why the plan does not have more ranks, chunks or micro-batches, and what to try next. Default: empty.
 
     """
 
@@ -102,6 +110,9 @@ class Plan:
     replication: Replication | None = None
     completion: Completion = UNCHANGED
     proved_bound_s: float | None = None
+    notes: tuple[str, ...] = ()
+    shares: StepShares | None = None
+    advice: Advice = NO_ADVICE
     #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -170,11 +181,15 @@ class Plan:
         return communication(self.completed, self.costs, self.replication) if self.costs else ()
 
     def explain(self) -> str:
-        """Describe the plan as text: stages, costs, bottleneck, optimality of the split, ties and predicted step."""
+        """Describe the plan as text.
+
+        The text has the stages, the predicted step, what binds it, the plans that the search compared, why the plan
+        does not have more ranks, chunks or micro-batches, what was assumed, and what to try next.
+        """
         predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
-            lines.append(self.partition.explain())
+            lines += self.partition.stage_lines([memory.total_bytes for memory in self.memory()] or None)
         else:
             ranks = self.program.placement
             lines += [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
@@ -183,8 +198,19 @@ class Plan:
         if predicted is not None:
             lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
             lines += self.bound_in_words(predicted)
+            lines += self.binding()
             lines += map(str, self.communication())
+        table = compared_plans(self.alternatives)
+        lines += [] if table is None else ["", *text_table(table).splitlines(), ""]
+        lines += [*self.advice.why_not_more, *self.notes, *map(str, self.advice.next_steps)]
         return "\n".join(lines)
+
+    def binding(self) -> Sequence[str]:
+        """Return sentences that say what binds the predicted step, and what its time is spent on; [] without costs."""
+        if self.costs is None:
+            return []
+        shares = self.shares or step_shares(self.completed, self.costs)
+        return binding(shares, self.advice, places_of(self.program, self.costs, shares, taken(self.alternatives)))
 
     def bound_in_words(self, predicted: Trace) -> list[str]:
         """Return a list with one sentence that compares a predicted step with its bound; [] if there is no bound."""
@@ -192,7 +218,7 @@ class Plan:
             return []
         bound = quote_time(predicted.bound_s)
         if self.proved_bound_s is None:
-            least = f"no schedule of these stages on these ranks can take less than {bound}"
+            least = f"no schedule of these stages on these ranks can take less than {bound}{self._shared_cores}"
             if predicted.above_bound < _ROUNDING:
                 return [f"{least}; the predicted step is optimal"]
             return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]
@@ -203,6 +229,14 @@ class Plan:
         if predicted.above_bound < _OPTIMAL:
             return [f"{least}; the predicted step is optimal"]
         return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]
+
+    @property
+    def _shared_cores(self) -> str:
+        """A remark for bounds if ranks share cores, which bounds do not know; "" if every rank has its own."""
+        overheads = self.costs.overheads if self.costs is not None else None
+        cores = len(overheads.crowding) if overheads is not None else 0
+        ranks = self.program.num_ranks
+        return f" if each had a core of its own ({ranks} ranks share {cores} cores)" if 0 < cores < ranks else ""
 
     def first_to_last(self, part: int) -> str:
         """Return the first and the last layer of ``stages[part]``, with class names: ``0 Embed .. 3 Block``."""
@@ -256,6 +290,10 @@ class Plan:
         values["completion"] = {"updates": self.completion.updates, "norms": self.completion.norms}
         if self.proved_bound_s is not None:
             values["proved_bound_s"] = self.proved_bound_s
+        if self.notes:
+            values["notes"] = list(self.notes)
+        if self.shares is not None:
+            values |= {"shares": asdict(self.shares), "advice": self.advice.to_dict()}
         return values
 
     def _program(self) -> dict[str, Any] | list[str]:
@@ -302,6 +340,9 @@ class Plan:
                 replication=maybe(Replication.from_dict)(values.get("replication")),
                 completion=_read_completion(values),
                 proved_bound_s=_as_bound(values.get("proved_bound_s")),
+                notes=as_notes(values.get("notes", ())),
+                shares=maybe(_shares)(values.get("shares")),
+                advice=Advice.from_dict(values.get("advice", {})),
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
@@ -317,7 +358,16 @@ class Plan:
         _check_agrees(values, program)
         validate(program)
         if partition is not None and not partition.is_summarised:
-            return replace(plan, costs=None, partition=None, ties=(), alternatives=(), proved_bound_s=None)
+            return replace(
+                plan,
+                costs=None,
+                partition=None,
+                ties=(),
+                alternatives=(),
+                proved_bound_s=None,
+                shares=None,
+                advice=NO_ADVICE,
+            )
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -328,6 +378,10 @@ class Plan:
     def load(cls, path: str | PathLike[str]) -> "Plan":
         """Read a plan from a JSON file. Raises ScheduleError with the file's name for an invalid plan."""
         return load_json(path, cls.from_dict)
+
+
+def _shares(values: Any) -> StepShares:
+    return read_fields(StepShares, values, "the shares of a plan must have")
 
 
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
@@ -382,6 +436,9 @@ _MORE = (
     "replication",
     "completion",
     "proved_bound_s",
+    "notes",
+    "shares",
+    "advice",
 )
 
 

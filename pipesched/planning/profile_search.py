@@ -1,7 +1,7 @@
 """Profile search: finds the best plan for a profile, on ranks that this machine need not have."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,5 +125,6 @@ class ProfileSearch:
 
     def but(self, **changes: Any) -> "ProfileSearch":
         """Return a copy with other arguments of `pipesched.tune_profile`."""
-        of_request = {name: changes.pop(name) for name in tuple(changes) if hasattr(self.request, name)}
+        own = {item.name for item in fields(self)}
+        of_request = {name: changes.pop(name) for name in tuple(changes) if name not in own}
         return replace(self, request=replace(self.request, **of_request), **changes)

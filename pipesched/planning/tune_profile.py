@@ -4,6 +4,7 @@ from collections.abc import Collection
 from os import PathLike
 
 from pipesched.checks import check_type
+from pipesched.planning.adviser import advised
 from pipesched.planning.axes_search import Axes, Zero
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
@@ -123,5 +124,5 @@ def tune_profile(
         updates=optimizer is not None,
     )
     with progress_bar(progress) as told:
-        plan = search.find(told)
+        plan = advised(search, search.find(told))
     return search.finished(plan, prove=prove)

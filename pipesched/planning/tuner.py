@@ -36,6 +36,7 @@ from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.refinement.order_search import ORDER_GAIN, OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.step_shares import StepShares, step_shares
 from pipesched.program.actions import Kind
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
@@ -449,7 +450,16 @@ class Tuner:
             layer_classes=self._evaluator.graph(candidate.num_microbatches).graph.get("classes", {}),
             replication=chosen.replication,
             completion=chosen.completion,
+            notes=self._search.profile.notes,
+            shares=self._shares(chosen),
         )
+
+    def _shares(self, chosen: EvaluatedCandidate) -> StepShares:
+        """Return what the step of a candidate is spent on."""
+        plain = chosen
+        if chosen.candidate.checkpoint != LADDER[0]:
+            plain = self._evaluator.evaluated(chosen.candidate.recomputing(LADDER[0]), chosen.stages)
+        return step_shares(chosen.runs, chosen.costs, (plain.runs, plain.costs))
 
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
         graph = self._evaluator.graph(chosen.candidate.num_microbatches)

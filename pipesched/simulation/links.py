@@ -181,6 +181,29 @@ class Links:
                 raise ScheduleError(f"a host must have at least one rank; got {name}={shown(count)}; pass 1 or more")
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
+    def faster(self, factor: float) -> "Links":
+        """Return links of which each transfers every message and collective ``factor`` times as fast."""
+
+        def own(link: Link) -> Link:
+            speed = None if link.bytes_per_s is None else link.bytes_per_s * factor
+            return replace(link, latency_s=link.latency_s / factor, bytes_per_s=speed)
+
+        return replace(
+            self,
+            inside=own(self.inside),
+            between=own(self.between),
+            special=tuple((ranks, own(link)) for ranks, link in self.special),
+            collectives=tuple(
+                replace(
+                    group,
+                    all_reduce=own(group.all_reduce),
+                    reduce_scatter=own(group.reduce_scatter),
+                    all_gather=own(group.all_gather),
+                )
+                for group in self.collectives
+            ),
+        )
+
     def link(self, sender: int, receiver: int) -> Link:
         """Return the link from one rank to another. Raises ScheduleError if ``hosts`` has no entry for a rank."""
         if (sender, receiver) in self._special:

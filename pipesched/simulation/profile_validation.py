@@ -85,9 +85,9 @@ def _check_complete(graph: "nx.DiGraph[str]") -> None:
             if key not in node:
                 missing.setdefault(key, []).append(name)
     if missing:
-        words = ", ".join(f"{key} of layer {and_more(names)}" for key, names in missing.items())
+        words = ", ".join(f"{key} of layer {and_more(names)} is missing" for key, names in missing.items())
         raise ScheduleError(
-            f"a profile must have all costs of each layer; missing: {words}; {_AGAIN}, or make the profile with "
+            f"a profile must have all costs of each layer; {words}; {_AGAIN}, or make the profile with "
             f"Profile.from_table, which has default values"
         )
 

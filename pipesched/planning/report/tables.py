@@ -1,18 +1,20 @@
 """Report tables: arranges the numbers of a report in rows and columns."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from pipesched.planning.alternatives import Alternative, fastest, taken
+from pipesched.planning.alternatives import taken
+from pipesched.planning.cells import bytes_cell, count_cell, margin_cell, share_cell, time_cell
+from pipesched.planning.compared_plans import compared_plans
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Action, Kind
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
 from pipesched.simulation.communication import AxisCommunication
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
+from pipesched.units import quote_count, time_unit
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
@@ -20,20 +22,6 @@ __all__ = ["tables"]
 _NOTABLE = 0.05  # relative prediction errors above this number are marked
 _TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = tuple(kind for kind in Kind if kind.row.label and kind.row.number == "micro-batch")
-_SHAPE = (
-    "replicas",
-    "zero",
-    "ranks",
-    "chunks",
-    "m",
-    "checkpoint",
-)  # columns that are left out if all rows have the same value
-_WEIGHED = {
-    "m": "m: micro-batches.",
-    "predicted": "predicted: step time predicted by the search.",
-    "memory": "memory: highest peak of any rank.",
-    "margin": "margin: memory limit minus peak.",
-}
 _STAGES = "Times {sizes}per micro-batch. {kinds}"
 _SIZES = " kept: activations held for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
@@ -53,7 +41,7 @@ def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
     Tables without known values are left out.
     """
     made = (
-        _weighed(plan.alternatives),
+        compared_plans(plan.alternatives),
         _axes(plan),
         _differences(comparison),
         _stages(plan),
@@ -61,48 +49,6 @@ def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
         _memory(plan),
     )
     return [table for table in made if table]
-
-
-# ---- compared plans -------------------------------------------------------------------------------------------------
-
-
-def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
-    if not alternatives:
-        return None
-    equal = fastest(alternatives, "equal split")
-    rows = [_alternative(other, equal.step_s if equal else None) for other in alternatives]
-    alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
-    rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
-    alike = {name: text for name, text in alike.items() if text}
-    note = f"All plans have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
-    note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
-    return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not chosen"), note, ("predicted",))
-
-
-def _alternative(other: Alternative, equal_s: float | None) -> _Row:
-    tone: Any = "bad" if not other.fits else "strong" if not other.note else ""
-    row = {
-        "plan": Cell(other.label, tone=tone),
-        "schedule": Cell(other.schedule if other.schedule != other.label else ""),
-        "replicas": _known(other.num_replicas),
-        "zero": _known(other.zero),
-        "ranks": _count(other.num_ranks),
-        "chunks": _count(other.chunks_per_rank),
-        "m": _count(other.num_microbatches),
-        "checkpoint": Cell(other.checkpoint),
-        "predicted": _time(other.step_s),
-    }
-    if equal_s and other.step_s:
-        row["against equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
-    if other.measured_s is not None:
-        row["measured"] = _time(other.measured_s)
-    row["bubble"] = _share(other.bubble_ratio)
-    if other.peak_bytes is not None:
-        row["memory"] = _bytes(other.peak_bytes)
-    if other.peak_bytes is not None and other.limit_bytes is not None:
-        row["margin"] = _margin(other.limit_bytes - other.peak_bytes)
-    row["why not chosen"] = Cell(other.note)
-    return row
 
 
 # ---- axes -----------------------------------------------------------------------------------------------------------
@@ -117,13 +63,13 @@ def _axes(plan: Plan) -> Table | None:
 def _axis(own: AxisCommunication) -> _Row:
     row = {
         "axis": Cell(own.axis),
-        "ranks": _count(own.size),
-        "sent": _bytes(own.sent_bytes),
-        "time": _time(own.seconds),
-        "exposed": _time(own.exposed_s),
+        "ranks": count_cell(own.size),
+        "sent": bytes_cell(own.sent_bytes),
+        "time": time_cell(own.seconds),
+        "exposed": time_cell(own.exposed_s),
     }
     if own.hidden is not None:
-        row["hidden"] = _share(own.hidden)
+        row["hidden"] = share_cell(own.hidden)
     return row
 
 
@@ -135,7 +81,7 @@ def _differences(comparison: Comparison | None) -> Table | None:
         return None
     rows = []
     for own in comparison.stages:
-        row = {"stage": _count(own.stage), "rank": _count(own.rank)}
+        row = {"stage": count_cell(own.stage), "rank": count_cell(own.rank)}
         for kind, pair in own.seconds.items():
             row |= _pair(str(kind), pair)
         row |= _pair(
@@ -171,20 +117,20 @@ def _stages(plan: Plan) -> Table:
     for stage, part in enumerate(plan.program.weights):
         layers = plan.stages[part]
         row = {
-            "stage": _count(stage),
-            "rank": _count(plan.program.placement[stage]),
-            "layers": _count(len(layers)),
+            "stage": count_cell(stage),
+            "rank": count_cell(plan.program.placement[stage]),
+            "layers": count_cell(len(layers)),
             "first .. last": Cell(plan.first_to_last(part) if layers else "none"),
         }
         kept = Counter(treated[name].removesuffix("-cheap") for name in layers if name in treated)
         row |= {head: Cell(str(kept[word] or ""), kept[word]) for word, head in _TREATED.items()}
         if costs is not None:
-            row |= {str(kind): _time(costs.seconds(Action(stage, kind, 0))) for kind in kinds}
+            row |= {str(kind): time_cell(costs.seconds(Action(stage, kind, 0))) for kind in kinds}
         if costs is not None and has_sizes:
             row |= {
-                "weights": _bytes(costs.weight_bytes[stage]),
-                "kept": _bytes(costs.activation_bytes[stage]),
-                "sent": _bytes(costs.output_bytes[stage]),
+                "weights": bytes_cell(costs.weight_bytes[stage]),
+                "kept": bytes_cell(costs.activation_bytes[stage]),
+                "sent": bytes_cell(costs.output_bytes[stage]),
             }
         if summaries and summaries[part].num_parameters:
             count = summaries[part].num_parameters
@@ -200,13 +146,13 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
     rows = []
     for rank in range(predicted.num_ranks):
         own = [str(stage) for stage, place in enumerate(plan.program.placement) if place == rank]
-        row = {"rank": _count(rank), "stages": Cell(" ".join(own))}
+        row = {"rank": count_cell(rank), "stages": Cell(" ".join(own))}
         if comparison is None:
-            row["busy"] = _share(predicted.busy_ratios[rank])
+            row["busy"] = share_cell(predicted.busy_ratios[rank])
         else:
             busy = comparison.busy[rank]
-            row |= {"busy, predicted": _share(busy.predicted), "busy, measured": _share(busy.measured)}
-        row["in flight"] = _count(predicted.peak_in_flight[rank])
+            row |= {"busy, predicted": share_cell(busy.predicted), "busy, measured": share_cell(busy.measured)}
+        row["in flight"] = count_cell(predicted.peak_in_flight[rank])
         rows.append(row)
     return Table.of("Ranks", rows, ("stages",), _RANKS)
 
@@ -221,11 +167,11 @@ def _memory(plan: Plan) -> Table | None:
     parts = [name for name in asdict(needs[0]) if any(getattr(need, name) for need in needs)]
     rows = []
     for rank, need in enumerate(needs):
-        row = {"rank": _count(rank)}
-        row |= {name.replace("_", " "): _bytes(getattr(need, name)) for name in parts}
-        row["total"] = _bytes(need.total_bytes)
+        row = {"rank": count_cell(rank)}
+        row |= {name.replace("_", " "): bytes_cell(getattr(need, name)) for name in parts}
+        row["total"] = bytes_cell(need.total_bytes)
         if limit is not None:
-            row["margin"] = _margin(limit - need.total_bytes)
+            row["margin"] = margin_cell(limit - need.total_bytes)
         rows.append(row)
     return Table.of("Memory", rows, (), _MEMORY, ("total",))
 
@@ -233,30 +179,3 @@ def _memory(plan: Plan) -> Table | None:
 def _in_words(kinds: Iterable[Kind]) -> str:
     """Return the names of these kinds of actions, as a legend for the column headings."""
     return " ".join(f"{kind}: {kind.row.label}." for kind in kinds if kind.row.label)
-
-
-# ---- cells ----------------------------------------------------------------------------------------------------------
-
-
-def _count(number: int) -> Cell:
-    return Cell(str(number), number)
-
-
-def _known(number: int | None) -> Cell:
-    return Cell("") if number is None else _count(number)
-
-
-def _time(seconds: float) -> Cell:
-    return Cell(quote_time(seconds), float(seconds))
-
-
-def _bytes(size: float) -> Cell:
-    return Cell(quote_bytes(size, 4), float(size))
-
-
-def _margin(size: int) -> Cell:
-    return Cell(("-" if size < 0 else "") + quote_bytes(abs(size), 4), size, "bad" if size < 0 else "")
-
-
-def _share(share: float) -> Cell:
-    return Cell(f"{share:.1%}", share)

@@ -1,0 +1,169 @@
+"""Advice: what binds a plan, why a search did not choose more of something, and what to try next."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from pipesched.json_files import read_fields
+from pipesched.planning.alternatives import Alternative
+from pipesched.planning.step_shares import StepShares
+from pipesched.program.program import Program
+from pipesched.simulation.costs import Costs
+from pipesched.units import counted, quote_bytes, quote_time
+
+__all__ = ["NO_ADVICE", "Advice", "Cause", "NextStep", "binding", "cause_of", "more_in_words", "places_of"]
+
+#: What binds a step.
+Cause = Literal["compute", "messages", "replicas", "memory", "micro-batches", "balance", "ranks", "choices"]
+
+_NOTABLE = 0.08  # a loss below this share of the step binds nothing: then the plan is bound by its compute
+_NAMES = {
+    "compute": "compute",
+    "messages": "messages between stages",
+    "replicas": "the sums and gathers of the replicas",
+    "memory": "memory",
+    "micro-batches": "too few micro-batches",
+    "balance": "one slow stage",
+    "ranks": "too many ranks",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """A change of a request for a plan, and the step time that the simulator expects after planning again."""
+
+    #: What the change removes.
+    cause: Cause
+    #: The changed arguments, as text.
+    change: str
+    #: The expected step time in seconds.
+    step_s: float
+    #: The share of the time for each row that the change saves; negative if it costs time.
+    saving: float
+    #: What the saving is, as text.
+    effect: str
+    #: The changed arguments of `pipesched.tune_profile`. Not saved.
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return f"next: {self.change}: {self.effect}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What a search found out beside its plan."""
+
+    #: For ranks, chunks and micro-batches, a sentence that says why the plan does not have more.
+    why_not_more: tuple[str, ...] = ()
+    #: What to try next, the best first.
+    next_steps: tuple[NextStep, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain values for JSON, without the arguments of the next steps."""
+        names = ("cause", "change", "step_s", "saving", "effect")
+        steps = [{name: getattr(step, name) for name in names} for step in self.next_steps]
+        return {"why_not_more": list(self.why_not_more), "next_steps": steps}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Advice":
+        """Make advice from the dict that ``to_dict`` returned. Raises ScheduleError for wrong fields."""
+
+        def steps(rows: Any) -> tuple[NextStep, ...]:
+            return tuple(read_fields(NextStep, row, "a next step must have") for row in rows)
+
+        return read_fields(cls, values, "the advice of a plan must have", next_steps=steps)
+
+
+#: The advice of a plan that no search has made.
+NO_ADVICE = Advice()
+
+
+def cause_of(shares: StepShares, advice: Advice) -> Cause:
+    """Return what binds a step: the largest loss, or compute if all losses are small."""
+    if any(step.cause == "ranks" and step.saving > -_NOTABLE for step in advice.next_steps):
+        return "ranks"
+    unlimited = max((step.saving for step in advice.next_steps if step.cause == "memory"), default=0.0)
+    losses: dict[Cause, float] = {
+        "memory": max(shares.recomputation, unlimited),
+        "messages": shares.messages,
+        "replicas": shares.collectives,
+        "micro-batches": shares.waiting,
+        "balance": shares.imbalance,
+    }
+    worst = max(losses, key=lambda cause: losses[cause])
+    return worst if losses[worst] >= _NOTABLE else "compute"
+
+
+def binding(shares: StepShares, advice: Advice, places: Mapping[Cause, str]) -> Sequence[str]:
+    """Return sentences that say what binds a step, and what all of its time is spent on.
+
+    Args:
+        shares: the shares of the step.
+        advice: what the search found out.
+        places: for a cause, words that say where it is, such as the slowest stage.
+
+    """
+    cause = cause_of(shares, advice)
+    fewer: dict[Cause, str] = {
+        step.cause: f"{step.change} is as fast" for step in advice.next_steps if step.cause == "ranks"
+    }
+    parts = {
+        "compute": shares.compute,
+        "uneven work of ranks": shares.imbalance,
+        "waiting while the pipeline fills and drains": shares.waiting,
+        "messages": shares.messages,
+        "recomputation": shares.recomputation,
+        "sums and gathers of replicas": shares.collectives,
+    }
+    listed = sorted((part for part in parts.items() if part[1] >= 0.0005), key=lambda part: -part[1])
+    where = {**places, **fewer}.get(cause, "")
+    return [
+        f"bound by {_NAMES[cause]}{f': {where}' if where else ''}",
+        f"of the predicted step: {', '.join(f'{share:.1%} {name}' for name, share in listed)}",
+    ]
+
+
+def places_of(program: Program, costs: Costs, shares: StepShares, own: Alternative | None) -> dict[Cause, str]:
+    """Return, for each cause, where or how it binds a step."""
+    stages = [str(stage) for stage, rank in enumerate(program.placement) if rank == shares.busiest]
+    busiest = f"rank {shares.busiest} (stage {', '.join(stages)}) has the most work"
+    waits = f"{counted(program.num_microbatches, 'micro-batch')} for {counted(program.num_ranks, 'rank')}"
+    places: dict[Cause, str] = {"compute": busiest, "balance": busiest, "micro-batches": waits}
+    if own is not None and own.limit_bytes is not None:
+        places["memory"] = f"the limit is {quote_bytes(own.limit_bytes, 4)} per rank"
+    passing = [
+        (_message_s(costs, *ranks, costs.output_bytes[stage]), stage, ranks)
+        for stage, ranks in enumerate(pairwise(program.placement))
+        if ranks[0] != ranks[1]
+    ]
+    if passing:
+        seconds, stage, ranks = max(passing)
+        places["messages"] = (
+            f"the slowest, {quote_bytes(costs.output_bytes[stage])} from rank {ranks[0]} to rank {ranks[1]} after "
+            f"stage {stage}, takes {quote_time(seconds)}"
+        )
+    return places
+
+
+def _message_s(costs: Costs, sender: int, receiver: int, size: int) -> float:
+    """Return the time of a message from one rank to another, without the time of the ranks."""
+    return costs.transfer_s + (costs.links.link(sender, receiver).time_s(size) if costs.links is not None else 0.0)
+
+
+def more_in_words(what: str, count: int, step_s: float | None, own_s: float, reason: str = "") -> str:
+    """Return the sentence that says why a plan does not have more of something.
+
+    Args:
+        what: a rank, a chunk or a micro-batch.
+        count: the number in the nearest alternative.
+        step_s: the simulated step of this alternative. None: there is none, for the ``reason``.
+        own_s: the simulated step of the plan.
+        reason: why there is no alternative.
+
+    """
+    plural = counted(2, what).partition(" ")[2]
+    if step_s is None:
+        return f"why not more {plural}: {reason}"
+    more = step_s / own_s - 1 if own_s else 0.0
+    return f"why not more {plural}: the best plan with {counted(count, what)} takes {quote_time(step_s)} ({more:+.1%})"

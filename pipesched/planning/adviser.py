@@ -1,0 +1,263 @@
+"""Adviser: searches again with one thing changed, to say why a plan is as it is and what to try next."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from pipesched.errors import PipeschedError
+from pipesched.planning.advice import Advice, Cause, NextStep, cause_of, more_in_words
+from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.plan import Plan
+from pipesched.planning.profile_search import ProfileSearch
+from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.step_shares import StepShares
+from pipesched.planning.tuner import Tuner
+from pipesched.simulation.links import Links
+from pipesched.units import counted, quote_bytes, quote_time
+
+__all__ = ["advised"]
+
+_QUICK = 1 / 4  # the effort of searches whose results are only compared, relative to the search for the plan
+_WORTH = 0.02  # a smaller saving is not worth a line
+_MOST = 3  # lines about what to try next
+_NOTABLE = 0.03  # the smallest share of a step for which a remedy is tried
+_SLOWER = 0.01  # a plan with fewer ranks may be slower by this fraction and still count as equally fast
+_FREE_CHOICES = ("num_stages", "num_microbatches", "boundaries", "checkpoint")
+_TIMES = 2  # how many times as large a batch, as many ranks or as fast links are tried
+
+
+def advised(search: ProfileSearch, plan: Plan) -> Plan:
+    """Return the plan with advice: why it does not have more ranks, chunks or micro-batches, and what to try next."""
+    if plan.costs is None or plan.shares is None or not plan.alternatives:
+        return plan
+    adviser = _Adviser(search=search, plan=plan, shares=plan.shares)
+    return replace(plan, advice=Advice(why_not_more=tuple(adviser.why_not_more()), next_steps=adviser.next_steps()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A change of a search, with the words for it."""
+
+    cause: Cause
+    words: str
+    arguments: dict[str, Any]
+    #: The best candidate after the change. None: not searched yet.
+    found: EvaluatedCandidate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adviser:
+    search: ProfileSearch
+    plan: Plan
+    shares: StepShares
+
+    # ---- searches -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _pinned(self) -> dict[str, Any]:
+        """The arguments that keep the division of the ranks into pipelines and replicas."""
+        own = self.plan.replication
+        if self.search.axes is None or own is None:
+            return {}
+        return {"axes": {"pipeline": self.plan.program.num_ranks, "replicate": own.num_replicas}, "zero": own.zero}
+
+    def _request(self, arguments: dict[str, Any]) -> SearchRequest:
+        """Return the request for the plan after a change. With replicas, their division stays."""
+        changed = self.search.but(**{**self._pinned, **arguments})
+        if changed.axes is None:
+            return changed.search_request
+        searches = list(changed.axes_request.searches())
+        own = self.plan.replication
+        same = [one for one in searches if one.replica_costs and own and _alike(one.replica_costs.replication, own)]
+        return (same or searches)[0]
+
+    def _best(self, arguments: dict[str, Any], effort: float = 1.0) -> EvaluatedCandidate | None:
+        """Return the best candidate after a change, or None if there is none. ``effort`` is relative to the search."""
+        try:
+            request = self._request(arguments)
+            tuner = Tuner(replace(request, effort=max(1, int(request.effort * effort))))
+            return tuner.refine() if tuner.explore() else None
+        except PipeschedError:
+            return None
+
+    @property
+    def _own_s(self) -> float:
+        return self.plan.alternatives[0].step_s
+
+    # ---- why not more -------------------------------------------------------------------------------------------
+
+    def why_not_more(self) -> Iterator[str]:
+        """Yield a sentence each for ranks, chunks and micro-batches."""
+        yield self._more_ranks()
+        yield self._more_chunks()
+        yield self._more_microbatches()
+
+    def _more_ranks(self) -> str:
+        used = self.plan.program.num_ranks
+        ranks = self._request({}).num_ranks
+        if used == ranks:
+            return more_in_words("rank", 0, None, self._own_s, f"the plan uses all {ranks}")
+        return self._more("rank", ranks, {"all_ranks": True}, "their stages do not fit the layers or the memory limit")
+
+    def _more_chunks(self) -> str:
+        program = self.plan.program
+        chunks = program.num_stages // program.num_ranks + 1
+        stages = chunks * program.num_ranks
+        layers = sum(map(len, self.plan.stages))
+        if self.search.request.num_stages is not None or self.search.request.schedule != "auto":
+            return more_in_words("chunk", 0, None, self._own_s, "the request fixes the stages or the schedule")
+        if stages > layers:
+            reason = f"{counted(layers, 'layer')} cannot be cut into {stages} stages"
+            return more_in_words("chunk", 0, None, self._own_s, reason)
+        fixed = {} if self._pinned else {"num_ranks": program.num_ranks, "links": self._links_among(program.num_ranks)}
+        change = {"num_stages": stages, "all_ranks": True, **fixed}
+        return self._more("chunk", chunks, change, "no such plan fits into the memory limit")
+
+    def _more_microbatches(self) -> str:
+        count = self.plan.program.num_microbatches
+        if self.search.request.num_microbatches is not None:
+            reason = f"the request fixes {counted(count, 'micro-batch')}"
+            return more_in_words("micro-batch", 0, None, self._own_s, reason)
+        more = [other for other in self._request({}).num_microbatches if other > count]
+        if not more:
+            rows = min(self.search.profile.graphs)
+            reason = f"the profile has no costs of micro-batches of fewer than {counted(rows, 'row')}"
+            return more_in_words("micro-batch", 0, None, self._own_s, reason)
+        change = {"num_microbatches": min(more)}
+        return self._more("micro-batch", min(more), change, "no such plan fits into the memory limit")
+
+    def _more(self, what: str, count: int, arguments: dict[str, Any], reason: str) -> str:
+        found = self._best(arguments, _QUICK)
+        return more_in_words(what, count, None if found is None else float(found.step_s), self._own_s, reason)
+
+    def _links_among(self, num_ranks: int) -> Links | None:
+        links = self.search.links
+        return links.among(range(num_ranks)) if links is not None and links.hosts else links
+
+    # ---- what to try next ---------------------------------------------------------------------------------------
+
+    def next_steps(self) -> tuple[NextStep, ...]:
+        """Return what to try next, the largest saving first."""
+        steps = [step for change in self._changes() for step in self._tried(change)]
+        cause = cause_of(self.shares, Advice(next_steps=tuple(steps)))
+        steps.sort(key=lambda step: (step.cause != cause, -step.saving))
+        return tuple(steps[:_MOST])
+
+    def _changes(self) -> Iterator[_Change]:
+        """Yield the changes that may help, according to what the step is spent on."""
+        search = self.search
+        shares = self.shares
+        yield from self._free_choices()
+        yield from self._larger_limit()
+        if shares.messages + shares.collectives >= _NOTABLE and search.links is not None:
+            faster = search.links.faster(_TIMES)
+            yield _Change(cause="messages", words="links that are twice as fast", arguments={"links": faster})
+        if shares.waiting >= _NOTABLE:
+            yield self._larger_batch()
+        if shares.imbalance + shares.waiting >= _NOTABLE or search.all_ranks:
+            yield from self._fewer_ranks()
+        yield from self._more_devices()
+
+    def _free_choices(self) -> Iterator[_Change]:
+        """Yield the change that leaves out all choices that the search could make itself."""
+        request = self.search.request
+        free: dict[str, Any] = {"schedule": "auto", **dict.fromkeys(_FREE_CHOICES)}
+        fixed = [name for name, value in free.items() if getattr(request, name) != value]
+        if fixed:
+            words = f"leave out {', '.join(f'{name}=' for name in fixed)}"
+            yield _Change(cause="choices", words=words, arguments={name: free[name] for name in fixed})
+
+    def _larger_limit(self) -> Iterator[_Change]:
+        """Yield the change to a memory limit that suffices for the fastest plan."""
+        if self.search.memory_limit_bytes is None:
+            return
+        found = self._best({"memory_limit_bytes": None})
+        if found is not None:
+            limit = math.ceil(max(found.peak_bytes))
+            words = f"memory_limit_bytes={limit} ({quote_bytes(limit)})"
+            yield _Change(cause="memory", words=words, arguments={"memory_limit_bytes": limit}, found=found)
+
+    def _larger_batch(self) -> _Change:
+        batch = self.search.batch_size * _TIMES
+        count = self.search.request.num_microbatches
+        more = {} if count is None else {"num_microbatches": count * _TIMES}
+        words = ", ".join(f"{name}={value}" for name, value in {"batch_size": batch, **more}.items())
+        return _Change(cause="micro-batches", words=words, arguments={"batch_size": batch, **more})
+
+    def _fewer_ranks(self) -> Iterator[_Change]:
+        """Yield changes to fewer ranks."""
+        if self._pinned or self._has_limits or self.search.request.num_stages is not None:
+            return
+        used = self.plan.program.num_ranks
+        for count in sorted({used // 4, used // 2, used * 3 // 4} - {0, used}):
+            change = {"num_ranks": count, "links": self._links_among(count)}
+            found = self._best(change, _QUICK)
+            if found is not None and found.step_s <= self._own_s * (1 + _SLOWER):
+                yield _Change(cause="ranks", words=f"num_ranks={count}", arguments=change, found=found)
+                return
+
+    @property
+    def _has_limits(self) -> bool:
+        """Whether each rank has a memory limit of its own."""
+        limit = self.search.memory_limit_bytes
+        return isinstance(limit, Sequence) and not isinstance(limit, str)
+
+    def _more_devices(self) -> Iterator[_Change]:
+        """Yield the change to twice as many ranks, if all ranks are used and the links are known."""
+        search = self.search
+        ranks = search.num_ranks * _TIMES
+        links = _extended(search.links, ranks)
+        used = self.plan.program.num_ranks * (self.plan.replication.num_replicas if self.plan.replication else 1)
+        if used < search.num_ranks or (links is None and search.links is not None) or self._has_limits:
+            return
+        change: dict[str, Any] = {"num_ranks": ranks, "links": links}
+        if self._pinned:
+            axes = self._pinned["axes"]
+            change["axes"] = {**axes, "replicate": axes["replicate"] * _TIMES}
+        yield _Change(cause="compute", words=f"num_ranks={ranks}", arguments=change)
+
+    def _tried(self, change: _Change) -> Iterator[NextStep]:
+        """Search again after a change, and yield it as a next step if it is worth a line."""
+        found = change.found or self._best(change.arguments)
+        if found is None:
+            return
+        step_s = float(found.step_s)
+        times = change.arguments.get("batch_size", self.search.batch_size) / self.search.batch_size
+        saving = 1 - step_s / times / self._own_s if self._own_s else 0.0
+        if change.cause == "ranks":
+            used = self.plan.program.num_ranks
+            free = counted(used - found.candidate.num_ranks, "rank")
+            effect = f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, and {free} fewer"
+        elif saving < _WORTH:
+            return
+        elif times > 1:
+            rows = self.search.batch_size
+            each = [quote_time(seconds) for seconds in (step_s / times / rows, self._own_s / rows)]
+            effect = f"{each[0]} for each row instead of {each[1]}, {saving:.1%} less"
+        else:
+            effect = f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less"
+        yield NextStep(
+            cause=change.cause,
+            change=change.words,
+            step_s=step_s,
+            saving=saving,
+            effect=effect,
+            arguments={**self._pinned, **change.arguments},
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two replications differ at most in the number of replicas."""
+    return (one.zero, one.gather_once, one.consecutive) == (other.zero, other.gather_once, other.consecutive)
+
+
+def _extended(links: Links | None, num_ranks: int) -> Links | None:
+    """Return the links between more ranks on hosts of the same size; None if there is no such pattern."""
+    if links is None or not links.hosts:
+        return links
+    size = links.hosts.count(links.hosts[0])
+    grown = Links.of_hosts(size, num_ranks, inside=links.inside, between=links.between, contended=links.contended)
+    plain = not links.special and not links.collectives
+    return grown if plain and grown.hosts[: len(links.hosts)] == links.hosts else None
