@@ -36,7 +36,7 @@ def main() -> None:
         plan = tune_profile(profile, **request)
         seconds = time.perf_counter() - begin
         for step in plan.advice.next_steps:
-            followed = tune_profile(profile, **{**request, **step.arguments})
+            followed = tune_profile(**{"profile": profile, **request, **step.arguments})
             reached_s = followed.alternatives[0].step_s
             worst = max(worst, abs(reached_s / step.step_s - 1))
             steps += 1

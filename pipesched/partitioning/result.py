@@ -123,6 +123,12 @@ class Partition:
         ]
         return "\n".join(lines)
 
+    @property
+    def verdict(self) -> str:
+        """A sentence with the slowest stage, rank or cut, and why no other partition is faster."""
+        split = "this split is optimal" if self.proved else f"this split is at most {self.gap:.1%} above the optimum"
+        return f"bottleneck: {self.bottleneck}, {quote_time(self.bottleneck_s)} per micro-batch; {split}: {self.reason}"
+
     def stage_lines(self, rank_bytes: Sequence[int] | None = None) -> list[str]:
         """Return the lines of a table of the stages.
 

@@ -242,7 +242,8 @@ def tune(
                 plan = confirmed_plan(own.search_request, run, count, told, partial(_advised, own))
             else:
                 plan = advised(own, own.find(told))
-        return own.finished(plan, prove=prove)
+        plan = own.finished(plan, prove=prove)
+        return plan if host.grid.in_one_process else replace(plan, advice=plan.advice.in_words)
 
     ranks = {"devices": devices} if mesh is None else {"mesh": mesh, "distributed": Distributed(timeout=timeout)}
     where: dict[str, Any] = {**ranks, "whole_layers": whole_layers}

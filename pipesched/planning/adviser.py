@@ -14,6 +14,7 @@ from pipesched.planning.profile_search import ProfileSearch
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.step_shares import StepShares
 from pipesched.planning.tuner import Tuner
+from pipesched.simulation.layer_split import with_split_layer
 from pipesched.simulation.links import Links
 from pipesched.units import counted, quote_bytes, quote_time
 
@@ -156,6 +157,8 @@ class _Adviser:
             yield _Change(cause="messages", words="links that are twice as fast", arguments={"links": faster})
         if shares.waiting >= _NOTABLE:
             yield self._larger_batch()
+        if shares.imbalance >= _NOTABLE:
+            yield self._split_layer()
         if shares.imbalance + shares.waiting >= _NOTABLE or search.all_ranks:
             yield from self._fewer_ranks()
         yield from self._more_devices()
@@ -185,6 +188,21 @@ class _Adviser:
         more = {} if count is None else {"num_microbatches": count * _TIMES}
         words = ", ".join(f"{name}={value}" for name, value in {"batch_size": batch, **more}.items())
         return _Change(cause="micro-batches", words=words, arguments={"batch_size": batch, **more})
+
+    def _split_layer(self) -> _Change:
+        """Return the change to a model in which the slowest layer of the busiest rank is two layers."""
+        plan = self.plan
+        rows = -(-self._request({}).batch_size // plan.program.num_microbatches)
+        graph = self.search.profile.graph(rows)
+        own = [
+            layer
+            for stage, rank in enumerate(plan.program.placement)
+            for layer in plan.stages[plan.program.weights[stage]]
+            if rank == self.shares.busiest
+        ]
+        slowest = max(own, key=lambda layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"])
+        halves = with_split_layer(self.search.profile, slowest)
+        return _Change(cause="balance", words=f"cut layer {slowest!r} in two", arguments={"profile": halves})
 
     def _fewer_ranks(self) -> Iterator[_Change]:
         """Yield changes to fewer ranks."""
@@ -225,7 +243,8 @@ class _Adviser:
             return
         step_s = float(found.step_s)
         times = change.arguments.get("batch_size", self.search.batch_size) / self.search.batch_size
-        saving = 1 - step_s / times / self._own_s if self._own_s else 0.0
+        ratio = step_s / times / self._own_s if self._own_s else 1.0
+        saving = 1 - ratio
         if change.cause == "ranks":
             used = self.plan.program.num_ranks
             free = counted(used - found.candidate.num_ranks, "rank")
@@ -242,7 +261,7 @@ class _Adviser:
             cause=change.cause,
             change=change.words,
             step_s=step_s,
-            saving=saving,
+            ratio=ratio,
             effect=effect,
             arguments={**self._pinned, **change.arguments},
         )

@@ -190,6 +190,7 @@ class Plan:
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
             lines += self.partition.stage_lines([memory.total_bytes for memory in self.memory()] or None)
+            lines.append(self.partition.verdict)
         else:
             ranks = self.program.placement
             lines += [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]

@@ -91,14 +91,15 @@ class StagePartitioner:
         self.pins.check_together(starts)
         return self.pins.stages(starts), found
 
-    def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
+    def evaluate(self, stages: Sequence[Sequence[str]]) -> Partition:
         """Return the partition into ``stages``, with a ``reason`` saying whether other boundaries would be faster."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
         best = self._partition(row)
         found = replace(found, lower_bound_s=best.lower_bound_s)
-        return self._explained(graph, found, f"{why}; {_against(found, best, 'other boundaries')}")
+        given = "the boundaries were given; " if self.pins.complete else ""
+        return self._explained(graph, found, f"{given}{_against(found, best, 'other boundaries')}")
 
     def _given(self, firsts: Sequence[str]) -> Partition:
         """Return the partition with stages that begin at these layers."""

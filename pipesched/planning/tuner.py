@@ -57,7 +57,6 @@ _FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the
 _PLACEMENTS = 2  # maximum number of placements for which orders are searched although no known program fits
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
-_WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
 
 
 def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> Plan:
@@ -436,7 +435,6 @@ class Tuner:
     def plan(self, chosen: EvaluatedCandidate) -> Plan:
         """Return the plan for an evaluated candidate, with its alternatives."""
         candidate = chosen.candidate
-        why = {} if self._search.pins.complete else {"why": _WHY}
         return Plan(
             stages=chosen.stages,
             schedule=candidate.schedule.name,
@@ -444,7 +442,7 @@ class Tuner:
             checkpoint=candidate.checkpoint,
             costs=chosen.costs,
             options={k: v for k, v in candidate.schedule.options.items() if isinstance(v, int | float | str)},
-            partition=self._evaluator.partitioner(candidate, candidate.program).evaluate(chosen.stages, **why),
+            partition=self._evaluator.partitioner(candidate, candidate.program).evaluate(chosen.stages),
             ties=self._ties(chosen),
             alternatives=tuple(self._alternatives(chosen)),
             layer_classes=self._evaluator.graph(candidate.num_microbatches).graph.get("classes", {}),

@@ -17,6 +17,7 @@ from pipesched import Pipeline, Plan, Search
 from pipesched.cli.main import main
 from pipesched.errors import InputError, MemoryLimitError, PartitionError, ScheduleError
 from pipesched.pipeline.auto_plan import adds_up
+from pipesched.planning.tuner import find_plan
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Machine, Overheads
 from pipesched.simulation.profile import Profile
@@ -124,7 +125,7 @@ def test_searches_between_trial_runs_take_less_effort(monkeypatch):
 
     def confirmed_plan(search, *args):
         efforts.append(search.effort)
-        return tuning.find_plan(search)
+        return find_plan(search)
 
     def trial(*args, runs_all):
         run_all.append(runs_all)
@@ -157,9 +158,10 @@ def test_devices_that_only_wait_are_not_used():
 
 def test_a_plan_says_that_the_search_chose_it():
     with made(model()) as pipe:
-        assert "why: the search chose the split" in pipe.plan.explain()
+        assert "the boundaries were given" not in pipe.plan.explain()
+        assert "bound by " in pipe.plan.explain()
     with made(model(), boundaries=["4"], num_microbatches=4, devices=2) as pipe:
-        assert "why: the boundaries were given" in pipe.plan.explain()
+        assert "the boundaries were given" in pipe.plan.explain()
 
 
 @pytest.mark.parametrize("profile", [3, ["profile.json"], b"x"])

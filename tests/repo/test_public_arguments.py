@@ -303,7 +303,10 @@ def test_a_file_of_something_else_is_named(tmp_path, kind, text):
         ),
         (["graph", "nothing.py:make", "-o", "layers"], "got 'layers'"),
         (["graph", "nothing.py:make", "-o", "no/such/folder/a.png"], "there is no folder no/such/folder; create it"),
-        (["tune", "nothing.json", "--batch", "8", "-o", "plan.png"], "suffix must be one of .json; got 'plan.png'"),
+        (
+            ["tune", "nothing.json", "--batch", "8", "-o", "plan.csv"],
+            "suffix must be one of .json, .html, .txt, .png, .svg, .pdf; got 'plan.csv'",
+        ),
         (["tune", "nothing.json", "--batch", "8", "--memory-limit", "ten"], "'ten' is not a number of bytes"),
         (
             ["report", "{plan}", "-o", "a.xyz"],

@@ -165,6 +165,4 @@ def _faster(ratio: float, name: str) -> str:
 def _bottleneck(plan: Plan) -> Iterator[str]:
     """Yield a sentence that names the slowest stage and states whether the split is optimal."""
     if plan.partition is not None:
-        cut = plan.partition.with_class_names(plan.layer_classes)
-        verdict = "this split is optimal" if cut.proved else f"this split is at most {cut.gap:.1%} above the optimum"
-        yield f"bottleneck: {cut.bottleneck}, {quote_time(cut.bottleneck_s)} per micro-batch; {verdict}: {cut.reason}"
+        yield plan.partition.with_class_names(plan.layer_classes).verdict
