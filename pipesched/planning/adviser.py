@@ -20,7 +20,7 @@ from pipesched.units import counted, quote_bytes, quote_time
 
 __all__ = ["advised"]
 
-_QUICK = 1 / 4  # the effort of searches whose results are only compared, relative to the search for the plan
+_QUICK = 1 / 4  # the effort of a quick search, relative to the search for the plan
 _WORTH = 0.02  # a smaller saving is not worth a line
 _MOST = 3  # lines about what to try next
 _NOTABLE = 0.03  # the smallest share of a step for which a remedy is tried
@@ -74,12 +74,20 @@ class _Adviser:
         same = [one for one in searches if one.replica_costs and own and _alike(one.replica_costs.replication, own)]
         return (same or searches)[0]
 
-    def _best(self, arguments: dict[str, Any], effort: float = 1.0) -> EvaluatedCandidate | None:
-        """Return the best candidate after a change, or None if there is none. ``effort`` is relative to the search."""
+    def _best(self, arguments: dict[str, Any], *, fully: bool = True) -> EvaluatedCandidate | None:
+        """Return the best candidate after a change, or None if there is none.
+
+        The search gets a part of the effort of the search for the plan. With ``fully``, it is repeated with all of this
+        effort if the part did not suffice.
+        """
         try:
             request = self._request(arguments)
-            tuner = Tuner(replace(request, effort=max(1, int(request.effort * effort))))
-            return tuner.refine() if tuner.explore() else None
+            tuner = Tuner(replace(request, effort=max(1, int(request.effort * _QUICK))))
+            has_found = tuner.explore()
+            if fully and not tuner.complete:
+                tuner = Tuner(request)
+                has_found = tuner.explore()
+            return tuner.refine() if has_found else None
         except PipeschedError:
             return None
 
@@ -130,7 +138,7 @@ class _Adviser:
         return self._more("micro-batch", min(more), change, "no such plan fits into the memory limit")
 
     def _more(self, what: str, count: int, arguments: dict[str, Any], reason: str) -> str:
-        found = self._best(arguments, _QUICK)
+        found = self._best(arguments, fully=False)
         return more_in_words(what, count, None if found is None else float(found.step_s), self._own_s, reason)
 
     def _links_among(self, num_ranks: int) -> Links | None:
@@ -211,7 +219,7 @@ class _Adviser:
         used = self.plan.program.num_ranks
         for count in sorted({used // 4, used // 2, used * 3 // 4} - {0, used}):
             change = {"num_ranks": count, "links": self._links_among(count)}
-            found = self._best(change, _QUICK)
+            found = self._best(change, fully=False)
             if found is not None and found.step_s <= self._own_s * (1 + _SLOWER):
                 yield _Change(cause="ranks", words=f"num_ranks={count}", arguments=change, found=found)
                 return

@@ -11,7 +11,7 @@ from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.proof import proved
-from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, SearchRequest
+from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, SearchRequest, has_updates
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.program.completion import Completion
 from pipesched.simulation.links import Links
@@ -20,6 +20,11 @@ from pipesched.simulation.profile import Profile
 from pipesched.user_warning import warn
 
 __all__ = ["ProfileSearch"]
+
+_NO_STATE = (
+    "assumed, because the profile has no optimizer: the optimizer keeps no state; pass optimizer= to count it towards "
+    "the memory limit"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,8 @@ class ProfileSearch:
 
     def finished(self, plan: Plan, *, prove: bool = False) -> Plan:
         """Return the plan that the search found, with a proof if ``prove``. Warns if only one device is useful."""
+        if self.memory_limit_bytes is not None and not (self.updates or has_updates(self.profile)):
+            plan = replace(plan, notes=(*plan.notes, _NO_STATE))
         if self.axes is not None:
             return plan
         if prove:

@@ -26,7 +26,7 @@ from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
 from pipesched.units import counted, parse_bytes
 
-__all__ = ["EFFORT", "MemoryLimit", "Offload", "SearchRequest", "check_offload", "limits_of"]
+__all__ = ["EFFORT", "MemoryLimit", "Offload", "SearchRequest", "check_offload", "has_updates", "limits_of"]
 
 #: Whether activations can be offloaded to the host. "auto": if host memory is separate and its bandwidth is known.
 Offload = Literal["auto"] | bool
@@ -243,7 +243,7 @@ class SearchRequest:
                 f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass a different num_microbatches or "
                 f"batch_size, or measure more sizes"
             )
-        others.setdefault("completion", Completion(updates=_has_updates(profile)))
+        others.setdefault("completion", Completion(updates=has_updates(profile)))
         return cls(
             replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
             Pins(profile.layers, request.boundaries, request.together),
@@ -259,7 +259,7 @@ class SearchRequest:
         )
 
 
-def _has_updates(profile: Profile) -> bool:
+def has_updates(profile: Profile) -> bool:
     """Return whether a profile has the costs of an optimizer."""
     layers = next(iter(profile.graphs.values())).nodes
     return any(node.get(cost) for node in layers.values() for cost in ("update_s", "optimizer_bytes"))

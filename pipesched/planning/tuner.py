@@ -131,6 +131,8 @@ class Tuner:
         self._lean = LeanCandidates(search, self._evaluator, self._effort)
         self._found: list[EvaluatedCandidate] = []
         self._work: dict[int, tuple[float, float, float]] = {}
+        #: Whether the effort sufficed for all candidates that can be faster than the best.
+        self.complete = True
 
     def search(self, known: Sequence[EvaluatedCandidate] = ()) -> EvaluatedCandidate:
         """Find the simplest of the candidates that are about as fast as the fastest.
@@ -270,13 +272,16 @@ class Tuner:
                 self._found.append(self._simulated(found))
                 continue
             if self._effort.left <= until and fits:
+                self.complete = False
                 continue  # candidates that already have stages are still simulated
             if candidate.schedule.searches and IN_ORDER_SEARCH * candidate.num_actions > self._effort.left / 4:
+                self.complete = False
                 continue
             del rest[id(candidate)]
             for own in self._evaluator.choices(candidate):
                 fits = True
                 heapq.heappush(line, (_bound_s(own), own.candidate.order, next(number), own.candidate, own))
+        self.complete = self.complete and not line
         return list(rest.values())
 
     def _try_simple_cuts(self, every: Sequence[Candidate]) -> None:
