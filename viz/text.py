@@ -8,12 +8,14 @@ from pipesched.checks import is_whole, shown
 from pipesched.errors import InputError
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import quote_time
-from pipesched.viz.bars import Bar, bars, collective_bars, num_chunks
+from pipesched.viz.bars import Bar, bars, collective_bars, kinds, num_chunks
+from pipesched.viz.blocks import block_row, legend
 from pipesched.viz.headline import headline
 
 __all__ = ["text_timeline"]
 
 _FEWEST = 10  # minimum number of columns of a timeline, even if the terminal is narrower
+_LABELLED = 0.5  # minimum fraction of bars whose labels fit, for a timeline that is scaled in time
 
 
 class _Scale(NamedTuple):
@@ -24,6 +26,8 @@ class _Scale(NamedTuple):
     per_s: float
     #: The number of columns per unit of time; 0 if no unit divides all times, or if cells of one unit do not fit.
     cell: int = 0
+    #: Whether each column is a block character, because labels do not fit.
+    dense: bool = False
     #: Whether the last column of every bar is blank.
     separated: bool = False
     #: Whether labels contain the stage.
@@ -40,7 +44,9 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
 
     If all times are multiples of one unit, every unit is drawn as a cell of fixed width. If such cells do not fit into
     ``width``, time is scaled: each column shows the action at the middle of the column, and numbers that do not fit are
-    left out.
+    left out. If most numbers do not fit, a column is a block character for a kind of action, and idle time is blank.
+    The last line explains the blocks. The columns of a row are divided among the kinds and idle time in proportion to
+    their times.
 
         >>> print(pipesched.viz.text_timeline(trace))
         rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---
@@ -62,24 +68,28 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     drawn = [bar for bar in bars(trace) if bar.end_s > bar.start_s]
     several = num_chunks(trace) > 1
     scale = _scale(trace, drawn, several, max(_FEWEST, width - max(map(len, names), default=0)))
-    rows = [_empty_row(scale) for _ in names]
+    rows, lanes = _blocks(trace, drawn, scale) if scale.dense else _labels(trace, drawn, scale)
+    lane = "comm" if any(kind.row.letter for kind in trace.kinds) else "reduce"
+    lines = []
+    for rank, (name, row) in enumerate(zip(names, rows, strict=True)):
+        lines.append((name + row).rstrip())
+        lines += [(lane.ljust(len(name) - 3) + " | " + lanes[rank]).rstrip()] if rank in lanes else []
+    notes = [legend(kinds(trace))] if scale.dense else []
+    notes += ["lower case: odd chunks"] if several and not scale.dense and not scale.with_stage else []
+    return "\n".join([*lines, "; ".join([headline(trace), *_scale_note(scale), *notes])])
+
+
+def _labels(trace: Trace, drawn: list[Bar], scale: _Scale) -> tuple[list[str], dict[int, str]]:
+    """Return the row of each rank, and the row of collectives of each rank that has collectives, keyed by rank.
+
+    Each bar has a label.
+    """
+    rows = [_empty_row(scale) for _ in range(trace.num_ranks)]
     for bar, after in zip_longest(drawn, drawn[1:]):
         if bar.half <= 0:
             texts = _label(bar, scale.with_stage), _label(bar)[:1]
             pair = f"{texts[0]}&{_label(after, scale.with_stage)}" if bar.half else ""
             _write(rows[bar.rank], bar, scale, (pair, *texts))
-    lanes = _collectives(trace, scale)
-    lane = "comm" if any(kind.row.letter for kind in trace.kinds) else "reduce"
-    lines = []
-    for rank, (name, row) in enumerate(zip(names, rows, strict=True)):
-        lines.append((name + "".join(row)).rstrip())
-        lines += [(lane.ljust(len(name) - 3) + " | " + "".join(lanes[rank])).rstrip()] if rank in lanes else []
-    notes = ["lower case: odd chunks"] if several and not scale.with_stage else []
-    return "\n".join([*lines, "; ".join([headline(trace), *_scale_note(scale), *notes])])
-
-
-def _collectives(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
-    """Return the row of collectives of each rank that has collectives, keyed by rank."""
     lanes: dict[int, list[str]] = {}
     for bar in collective_bars(trace):
         row = lanes.setdefault(bar.rank, [" "] * scale.columns)
@@ -87,7 +97,19 @@ def _collectives(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
         end = " " if scale.separated else ""
         text = f"{bar.kind.row.letter}{bar.microbatch}"
         row[first:last] = (text.ljust(last - first - len(end), "-") + end)[: last - first]
-    return lanes
+    return list(map("".join, rows)), {rank: "".join(row) for rank, row in lanes.items()}
+
+
+def _blocks(trace: Trace, drawn: list[Bar], scale: _Scale) -> tuple[list[str], dict[int, str]]:
+    """Return the same rows as `_labels`, drawn with a block character for each column. A bar ends each rank's row."""
+    rows: list[list[Bar]] = [[] for _ in range(trace.num_ranks)]
+    for bar in drawn:
+        rows[bar.rank].append(bar)
+    lanes: dict[int, list[Bar]] = {}
+    for bar in collective_bars(trace):
+        lanes.setdefault(bar.rank, []).append(bar)
+    drawn_lanes = {rank: block_row(lane, scale.columns, scale.per_s) for rank, lane in lanes.items()}
+    return [f"{block_row(row, scale.columns, scale.per_s)}|" for row in rows], drawn_lanes
 
 
 def _label(bar: Bar, with_stage: bool = False) -> str:
@@ -101,11 +123,12 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
     """Choose the first scale that fits into ``columns``.
 
     The scales are, in this order: cells whose labels contain the stage (if ``several``), cells separated by blanks,
-    narrower cells, and scaled time without cells.
+    narrower cells, scaled time if half of the labels fit, cells without some numbers, and blocks.
     """
     if not drawn:
         return _Scale(0, 0)
     unit = _unit(drawn, trace.makespan_s, columns)
+    scaled = _Scale(columns, columns / trace.makespan_s)
     if unit is not None:
         units = round(trace.makespan_s / unit)
         full, short = (max(len(_label(bar, with_stage)) for bar in drawn) for with_stage in (True, False))
@@ -117,7 +140,12 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
             )
             if scale.columns <= columns and all(_fits(bar, _label(bar, with_stage), scale) for bar in drawn):
                 return scale
-    return _Scale(columns, columns / trace.makespan_s)
+    if sum(_fits(bar, _label(bar), scaled) for bar in drawn) >= _LABELLED * len(drawn):
+        return scaled
+    if unit is not None:
+        cell = columns // units
+        return _Scale(columns=cell * units, per_s=cell / unit, cell=cell)
+    return _Scale(columns - 1, (columns - 1) / trace.makespan_s, dense=True)
 
 
 def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:

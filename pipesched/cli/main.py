@@ -11,7 +11,7 @@ import click
 from pipesched import __version__, schedules
 from pipesched.cli.checkpoint_command import checkpoint
 from pipesched.cli.model_commands import graph, report, tune
-from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, write
+from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, echo, read_links, write
 from pipesched.cli.programs import program_of, read_source
 from pipesched.cli.replicas import Replicas, replica_options
 from pipesched.cli.targets import is_target
@@ -225,7 +225,7 @@ def show(  # noqa: PLR0913  # one parameter for each option
         width = width or shutil.get_terminal_size((120, 24)).columns
         lines = "\n".join([text_timeline(trace, width), _figures(trace), *replicas.lines(program, trace)])
         # If a program comes first, the text is a comment, so that the whole output can be parsed as a program.
-        click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
+        echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
     if png:
         from pipesched.viz import plot_timeline
 

@@ -21,6 +21,7 @@ from pipesched.cli.options import (
     as_bytes,
     as_optimizer,
     as_replicas,
+    echo,
     read_links,
     write,
 )
@@ -32,6 +33,7 @@ from pipesched.program.program import Program
 from pipesched.simulation.optimizer_state import OptimizerState
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted
+from pipesched.whole_files import write_whole
 
 if TYPE_CHECKING:
     from pipesched.planning.plan import Plan
@@ -67,7 +69,7 @@ def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: i
 
     made = Report(Plan.load(plan), None if trace is None else Trace.load(trace))
     for path in output:
-        write(made.save, path)
+        write(_saver(made, width), path)
     if not output:
         _print(made, width)
 
@@ -79,7 +81,19 @@ def _print(report: Any, width: int | None) -> None:
 
         Console(width=width).print(report)
     else:
-        click.echo(report.text(width or shutil.get_terminal_size((120, 24)).columns))
+        echo(report.text(width or shutil.get_terminal_size((120, 24)).columns))
+
+
+def _saver(report: Any, width: int | None) -> Callable[[Path], object]:
+    """Return a function that saves a report to a path. Timelines of a .txt file have the width, if it is given."""
+
+    def save(path: Path) -> None:
+        if path.suffix == ".txt" and width is not None:
+            write_whole(path, f"{report.text(width)}\n")
+        else:
+            report.save(path)
+
+    return save
 
 
 @click.command(short_help="Measure a model's layers and cut them into stages.")
@@ -196,7 +210,7 @@ def tune(model: str | None, *, output: tuple[Path, ...], width: int | None, **ch
     report = Report(plan, notes=unused)
     _print(report, width)
     for path in output:
-        write(plan.save if path.suffix == ".json" else report.save, path)
+        write(plan.save if path.suffix == ".json" else _saver(report, width), path)
 
 
 def _tuned(  # noqa: PLR0913  # one parameter for each option

@@ -1,5 +1,6 @@
 """Options: the types and defaults of command-line options, and helpers that read and write files."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pipesched.json_files import load_json
 from pipesched.simulation.links import Links
 from pipesched.simulation.optimizer_state import OptimizerState, StateRule
 from pipesched.units import parse_bytes
+from pipesched.viz.blocks import encodable
 
 __all__ = [
     "FILE",
@@ -23,6 +25,7 @@ __all__ = [
     "as_bytes",
     "as_optimizer",
     "as_replicas",
+    "echo",
     "read_links",
     "write",
 ]
@@ -94,6 +97,11 @@ def as_replicas(_: Any, __: Any, text: str | None) -> int | str | None:
 def read_links(path: Path) -> Links:
     """Load network links from a JSON file. Raises ScheduleError with the file's name."""
     return load_json(path, Links.from_dict)
+
+
+def echo(text: str) -> None:
+    """Print text to stdout. Letters replace the blocks of timelines if the encoding of stdout has no blocks."""
+    click.echo(encodable(text, getattr(sys.stdout, "encoding", None) or "utf-8"))
 
 
 def write(writer: Callable[[Path], object], path: Path) -> None:

@@ -163,6 +163,8 @@ class Row:
     colour: str = ""
     #: The letter before the number of a collective in a text timeline.
     letter: str = ""
+    #: The character of the action in a text timeline without labels.
+    block: str = "▞"
 
 
 _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
@@ -198,6 +200,7 @@ class Kind(StrEnum):
         transient="forward_transient_bytes",
         label="forward",
         colour="#56b4e9",
+        block="▄",
     )
     # full backward: input and weight gradients
     B = Row(
@@ -211,6 +214,7 @@ class Kind(StrEnum):
         transient="backward_transient_bytes",
         label="backward",
         colour="#e69f00",
+        block="█",
     )
     # input gradients only
     I = Row(  # noqa: E741
@@ -225,6 +229,7 @@ class Kind(StrEnum):
         transient="input_grad_transient_bytes",
         label="input gradients",
         colour="#d55e00",
+        block="▓",
     )
     # weight gradients, after I
     W = Row(
@@ -238,6 +243,7 @@ class Kind(StrEnum):
         transient="weight_grad_transient_bytes",
         label="weight gradients",
         colour="#009e73",
+        block="░",
     )
     # recompute the activations that a checkpointed F did not keep
     R = Row(
@@ -251,6 +257,7 @@ class Kind(StrEnum):
         transient="forward_transient_bytes",
         label="recompute",
         colour="#cc79a7",
+        block="▒",
     )
     # the norms of a stage's gradients, for clipping; each UPDATE with the same number, on any stage, waits for it
     NORM = Row(
@@ -351,6 +358,7 @@ class Kind(StrEnum):
         spans="reduced",
         label="gradient reduction",
         colour="#0072b2",
+        block="=",
     )
     # gather a stage's weights, which replicas split
     UNSHARD = Row(
@@ -365,6 +373,7 @@ class Kind(StrEnum):
         label="weight gather",
         colour="#000000",
         letter="U",
+        block="+",
     )
     # free the weights that the UNSHARD with the same number gathered
     RESHARD = Row(
