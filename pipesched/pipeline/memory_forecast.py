@@ -13,6 +13,7 @@ from pipesched.model.stale_weights import StaleGuard
 from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.cost_model import CostModel
+from pipesched.pipeline.planned_rows import PlannedRows
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.profiling.optimizer_memory import another, upkeep_of
 from pipesched.profiling.replica_buffers import StageReplicas
@@ -43,6 +44,7 @@ class MemoryForecast:
         spec: the model and its loss.
         guard: the StaleGuard, which lets the code that measures the stages read the model.
         limits: the maximum number of bytes that each rank may hold, or None if there is no limit.
+        planned: the size of the micro-batches for which the plan was found.
 
     """
 
@@ -54,8 +56,12 @@ class MemoryForecast:
         spec: AssemblySpec,
         guard: StaleGuard,
         limits: tuple[int, ...] | None,
+        planned: PlannedRows,
     ) -> None:
         self.limits = limits
+        #: Whether the next step must call `check_rows`: the first step, and all steps if memory is limited.
+        self.checks_rows = True
+        self._planned: PlannedRows | None = planned
         self._running = running
         self._cost_model = cost_model
         self._spec = spec
@@ -85,17 +91,16 @@ class MemoryForecast:
         """Check the memory limits for micro-batches with these numbers of rows.
 
         Raises MemoryLimitError if a rank would exceed its limit. Measured sizes are scaled in proportion to the rows.
-        Warns if the micro-batches of the first step do not have the planned size.
+        Warns once, in the first step, if the micro-batches do not have the size for which the plan was found.
         """
         running = self._running
         planned = self._cost_model.planned.rows
-        if running.step == 0 and planned not in (0, max(rows)) and running.host.grid.holds(0):
-            warn(
-                f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "
-                f"{counted(planned, 'row')} (from the sample or batch_size), but the first step has micro-batches of "
-                f"{counted(max(rows), 'row')} ({sum(rows)} rows in {counted(len(rows), 'micro-batch')}); pass "
-                f"search=Search(batch_size={sum(rows)}) to Pipeline"
-            )
+        if self._planned is not None:
+            complaint = self._planned.complaint(rows) if running.host.grid.holds(0) else ""
+            self._planned = None
+            self.checks_rows = self.limits is not None
+            if complaint:
+                warn(complaint)
         if self.limits is None or max(rows) <= max(planned, running.assembly.most_rows):
             return
         programs = running.assembly.programs

@@ -40,6 +40,7 @@ from pipesched.pipeline.gathering import gather_model, merged_state, place_weigh
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
+from pipesched.pipeline.planned_rows import PlannedRows
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
@@ -278,14 +279,14 @@ class Pipeline(SavingInterface):
             splitter = Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order)
             splitter = splitter.knowing(positional(module.forward), *call)
             splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, self._guard, splitter, call)))
-            plan, request = choose_plan(auto_plan, request, plan, host.collectives, self._cost_model)
+            found, request = choose_plan(auto_plan, request, plan, host.collectives, self._cost_model)
             self._running = start(
                 model=model,
                 spec=self._spec,
                 host=host,
                 cost_model=self._cost_model,
                 splitter=splitter,
-                plan=plan,
+                plan=found,
                 request=request,
                 agreed=(repr(seed), *numerics.agreed),
             )
@@ -295,7 +296,12 @@ class Pipeline(SavingInterface):
         self._scaler = numerics.scaler
         self._history = StepHistory(self._running, self._cost_model)
         self._memory = MemoryForecast(
-            self._running, self._cost_model, spec=self._spec, guard=self._guard, limits=limits
+            self._running,
+            self._cost_model,
+            spec=self._spec,
+            guard=self._guard,
+            limits=limits,
+            planned=PlannedRows(plan=found, is_given=plan is not None, batch_size=search.batch_size),
         )
         self._steps = StepRunner(
             self._running,
@@ -705,7 +711,7 @@ class Pipeline(SavingInterface):
     @property
     def plan(self) -> Plan:
         """The running plan, with the stage costs known so far."""
-        return self._running.plan(self._cost_model, self.model, self._history.costs)
+        return self._running.plan(self._cost_model, self.model, self._history.costs, self._history.rows)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
         """Switch to another plan between two steps: to ``plan``, or to a faster plan if the search finds one.

@@ -1,6 +1,7 @@
 """Running plan: the ranks, stages and batch splitting that a pipeline uses now, and the timelines of recent steps."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -43,6 +44,7 @@ class RunningPlan:
     step: int = 0  #: the number of steps that have started
     last_programs: StepPrograms | None = None  #: the programs of the last synchronous step
     num_sizes: int = 0  #: the number of different micro-batch sizes in the last step; 0 if pipesched cut the batch
+    rows: Sequence[int] = ()  #: the number of rows of each micro-batch in the last step; empty before the first step
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
     @property
@@ -78,15 +80,17 @@ class RunningPlan:
         self.stream = None
         self.last_programs = None
         self.num_sizes = 0
+        self.rows = ()
         self.runs.clear()
 
-    def plan(self, cost_model: CostModel, model: nn.Module, costs: Costs | None) -> Plan:
+    def plan(self, cost_model: CostModel, model: nn.Module, costs: Costs | None, rows: int | None) -> Plan:
         """Return the running plan.
 
         Args:
             cost_model: the known costs of layers and devices.
             model: the user's model.
             costs: the stages' costs; None if they are not known.
+            rows: the number of rows of the micro-batch to which ``costs`` belong; None if it is not known.
 
         """
         programs = self.assembly.programs
@@ -106,6 +110,7 @@ class RunningPlan:
             layer_classes=class_names(model, chain.from_iterable(stage_cut.cut)),
             replication=cost_model.replication(programs),
             completion=programs.completion,
+            microbatch_rows=None if costs is None else rows,
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pipesched.pipeline.cost_model import CostModel
+from pipesched.pipeline.planned_rows import clearly_differs
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.simulation.bounds import program_bound
@@ -107,6 +108,16 @@ class StepHistory:
         return measured_costs(earlier, len(running.assembly.stages), sizes)
 
     @property
+    def rows(self) -> int | None:
+        """The number of rows of the micro-batches to which ``costs`` belong; None if it is not known."""
+        return max(self._running.rows, default=None) if self._earlier else self._rows_of_layers
+
+    @property
+    def _rows_of_layers(self) -> int | None:
+        """The number of rows of the micro-batches for which the layers' costs are known."""
+        return self._cost_model.planned.rows or self._running.splitter.evidence.rows
+
+    @property
     def _earlier(self) -> list[Timeline]:
         """The timelines of the steps before the last step, for the prediction.
 
@@ -130,8 +141,20 @@ class StepHistory:
             yield f"predicted from {source if earlier else 'measured layer times'}"
             if self._running.num_sizes > 1:
                 yield self._uneven()
+            yield from self._of_other_rows(earlier)
             if len(runs) == 1:
                 yield f"the measured step is {first}; run more steps before you compare"
+
+    def _of_other_rows(self, earlier: int) -> Iterator[str]:
+        """Yield a note if layers were measured with clearly larger or smaller micro-batches than the step has."""
+        known = self._rows_of_layers
+        rows = self._running.rows
+        if known and rows and clearly_differs(known, rows):
+            what = "predicted memory is" if earlier else "predicted times and memory are"
+            yield (
+                f"{what} for micro-batches of {counted(known, 'row')}; the measured step has "
+                f"micro-batches of {counted(max(rows), 'row')}"
+            )
 
     def _uneven(self) -> str:
         """Return a note on a measured step whose micro-batches have different sizes."""

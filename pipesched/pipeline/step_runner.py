@@ -90,8 +90,9 @@ class StepRunner:
         running = self._running
         self._check("step", changes=True)
         call = self._calls.call("step", given, metrics, **wanted)
-        if running.step == 0 or self._memory.limits is not None:
+        if self._memory.checks_rows:
             self._memory.check_rows(call.batch.rows)
+        running.rows = call.batch.rows
         if running.assembly.programs.streams:
             return self._enqueue(call, metrics)
         programs = self._orders.of(call.batch)

@@ -226,7 +226,7 @@ class CandidateEvaluator:
         search = self._search
         costs = search.profile.costs(
             stages,
-            self._rows(candidate.num_microbatches),
+            self.rows(candidate.num_microbatches),
             keep=checkpoint_by_layer(candidate.checkpoint),
             ranks_are=search.ranks_are,
         )
@@ -254,7 +254,7 @@ class CandidateEvaluator:
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
         """Return the graph of layers, with their costs when the batch is split into this number of micro-batches."""
-        return self._search.profile.graph(self._rows(num_microbatches))
+        return self._search.profile.graph(self.rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:
         """Return the partitioner for a candidate, without memory limits."""
@@ -266,14 +266,15 @@ class CandidateEvaluator:
             links=self._search.links,
         )
 
-    def _rows(self, num_microbatches: int) -> int:
+    def rows(self, num_microbatches: int) -> int:
+        """Return the number of rows of the largest micro-batch."""
         return -(-self._search.batch_size // num_microbatches)
 
     def _partitioned(
         self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[LayerCheckpoint] = ()
     ) -> _Partitioned | None:
         """Return the partition of the layers for a candidate, or None if no partition exists. Results are cached."""
-        key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))
+        key: tuple[Any, ...] = (candidate.placement, self.rows(candidate.num_microbatches))
         if limits is not None:  # schedules with the same numbers of micro-batches in flight share a partition
             held = tuple(self.partitioner(candidate, candidate.program).in_flight)
             again = candidate.checkpoint in LADDER[1:] or repr(candidate.checkpoint)

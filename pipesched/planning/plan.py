@@ -95,6 +95,7 @@ class Plan:
         notes: sentences on costs that were assumed, not measured.
         shares: what the predicted step is spent on, found by the search. None: there was no search.
         advice: why the plan does not have more ranks, chunks or micro-batches, and what to try next. Default: empty.
+        microbatch_rows: the number of rows of the micro-batch to which ``costs`` belong. None: not known.
 
     """
 
@@ -113,6 +114,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     shares: StepShares | None = None
     advice: Advice = NO_ADVICE
+    microbatch_rows: int | None = None
     #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -295,6 +297,8 @@ class Plan:
             values["notes"] = list(self.notes)
         if self.shares is not None:
             values |= {"shares": asdict(self.shares), "advice": self.advice.to_dict()}
+        if self.microbatch_rows is not None:
+            values["microbatch_rows"] = self.microbatch_rows
         return values
 
     def _program(self) -> dict[str, Any] | list[str]:
@@ -344,6 +348,7 @@ class Plan:
                 notes=as_notes(values.get("notes", ())),
                 shares=maybe(_shares)(values.get("shares")),
                 advice=Advice.from_dict(values.get("advice", {})),
+                microbatch_rows=_as_rows(values.get("microbatch_rows")),
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
@@ -366,6 +371,7 @@ class Plan:
                 ties=(),
                 alternatives=(),
                 proved_bound_s=None,
+                microbatch_rows=None,
                 shares=None,
                 advice=NO_ADVICE,
             )
@@ -418,6 +424,12 @@ def _as_bound(value: Any) -> float | None:
     return value  # type: ignore[no-any-return]  # checked above
 
 
+def _as_rows(value: Any) -> int | None:
+    if value is not None and not is_count(value):
+        raise TypeError(f"microbatch_rows must be a whole number, at least 1; got {shown(value)}")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
 def _as_name(layer: Any) -> str:
     if not isinstance(layer, str):
         raise TypeError(f"expected the name of a layer, got {shown(layer)}")
@@ -440,6 +452,7 @@ _MORE = (
     "notes",
     "shares",
     "advice",
+    "microbatch_rows",
 )
 
 

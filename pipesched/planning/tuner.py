@@ -455,6 +455,7 @@ class Tuner:
             completion=chosen.completion,
             notes=self._search.profile.notes,
             shares=self._shares(chosen),
+            microbatch_rows=self._evaluator.rows(candidate.num_microbatches),
         )
 
     def _shares(self, chosen: EvaluatedCandidate) -> StepShares:

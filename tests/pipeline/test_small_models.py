@@ -5,6 +5,7 @@ a plan's sizes.
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,8 +175,8 @@ def test_the_first_step_of_other_micro_batches_than_the_sample_says_so_once() ->
     pipe = Pipeline(linears(), x[:8], loss_fn=functional.mse_loss, devices=["cpu"] * 2, num_stages=2)
     with pipe:
         match = (
-            r"micro-batches of 8 rows .* micro-batches of 4 rows \(32 rows in 8 micro-batches\); pass "
-            r"search=Search\(batch_size=32\)"
+            r"micro-batches of 8 rows \(from the rows of the sample\), .* micro-batches of 4 rows \(32 rows in 8 "
+            r"micro-batches\), .* pass a sample of 4 rows, or search=Search\(batch_size=32\), to Pipeline"
         )
         with pytest.warns(UserWarning, match=match):
             pipe.step(x[:32], target=x[:32])
@@ -193,6 +194,102 @@ def test_nothing_is_said_of_the_size_that_was_planned_for(choices: dict[str, Any
         warnings.simplefilter("error")
         pipe.step(x, target=x)
         pipe.step(x[:6], target=x[:6])
+
+
+def stepped(x: torch.Tensor, sample: torch.Tensor, **choices: Any) -> list[str]:
+    """What two steps on ``x`` say of sizes."""
+    with Pipeline(linears(), sample, loss_fn=functional.mse_loss, devices=["cpu"] * 2, **choices) as pipe:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            pipe.step(x, target=x)
+            pipe.step(x, target=x)
+        return [str(one.message) for one in said]
+
+
+def planned(rows: int, num_microbatches: int = 4) -> Plan:
+    return pipesched.tune(
+        known(8e-3), num_ranks=2, batch_size=rows * num_microbatches, num_microbatches=num_microbatches, num_stages=2
+    )
+
+
+def test_a_sample_that_is_the_whole_batch_is_noticed() -> None:
+    x = torch.randn(64, 8)
+    (said,) = stepped(x, x, num_microbatches=4, num_stages=2)
+    assert said == (
+        "the first step must have micro-batches of the planned size; the plan was found for micro-batches of 64 rows "
+        "(from the rows of the sample), but the first step has micro-batches of 16 rows (64 rows in 4 micro-batches), "
+        "so predicted times and memory are for the wrong size; pass a sample of 16 rows, or "
+        "search=Search(batch_size=64), to Pipeline"
+    )
+
+
+def test_another_batch_size_than_that_of_the_search_is_noticed() -> None:
+    x = torch.randn(64, 8)
+    search = Search(batch_size=32, profile=known(8e-3))
+    (said,) = stepped(x, x[:8], num_microbatches=4, num_stages=2, search=search)
+    assert "micro-batches of 8 rows (from batch_size), but the first step has micro-batches of 16 rows" in said
+    assert said.endswith("; pass search=Search(batch_size=64) to Pipeline")
+
+
+def test_a_plan_for_other_micro_batches_is_noticed_whatever_the_sample_is() -> None:
+    x = torch.randn(64, 8)
+    for sample in (x, x[:16]):
+        (said,) = stepped(x, sample, plan=planned(64))
+        assert "for micro-batches of 64 rows (from plan=), but the first step has micro-batches of 16 rows" in said
+        assert said.endswith("; make a plan with pipesched.tune(..., batch_size=64, num_microbatches=4)")
+
+
+@pytest.mark.parametrize("rows", [64, 61, 68])
+def test_nothing_is_said_of_a_plan_for_about_the_size_that_runs(rows: int) -> None:
+    x = torch.randn(rows, 8)
+    assert stepped(x, x, plan=planned(16)) == []
+
+
+def test_a_size_is_noticed_once_even_if_the_first_step_fails_or_follows_a_forward() -> None:
+    x = torch.randn(64, 8)
+    failing = [RuntimeError("no")]
+
+    def loss_fn(output: Any, target: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return functional.mse_loss(output, target)
+
+    with (
+        Pipeline(linears(), x, loss_fn=loss_fn, devices=["cpu"] * 2, plan=planned(64)) as pipe,
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        pipe.forward(x)
+        with pytest.raises(RuntimeError, match="no"):
+            pipe.step(x, target=x)
+        pipe.step(x, target=x)
+    assert len([one for one in said if "the planned size" in str(one.message)]) == 1
+
+
+def test_a_plan_keeps_the_rows_of_its_micro_batches(tmp_path: Path) -> None:
+    plan = planned(16)
+    plan.save(tmp_path / "plan.json")
+    assert plan.microbatch_rows == Plan.load(tmp_path / "plan.json").microbatch_rows == 16
+    edited = plan.to_dict() | {"stages": [list(plan.stages[0][:-1]), [plan.stages[0][-1], *plan.stages[1]]]}
+    assert Plan.from_dict(edited).microbatch_rows is None
+    with pytest.raises(pipesched.errors.ScheduleError, match="microbatch_rows must be a whole number"):
+        Plan.from_dict(plan.to_dict() | {"microbatch_rows": 1.5})
+    x = torch.randn(64, 8)
+    with Pipeline(linears(), x, loss_fn=functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
+        assert pipe.plan.microbatch_rows == 64  # the layers were measured with the sample
+        pipe.step(x, target=x)
+        pipe.step(x, target=x)
+        assert pipe.plan.microbatch_rows == 8  # measured in the first step
+
+
+def test_a_report_says_which_predictions_are_for_other_micro_batches() -> None:
+    x = torch.randn(64, 8)
+    with Pipeline(linears(), x, loss_fn=functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
+        pipe.step(x, target=x)
+        other = "micro-batches of 64 rows; the measured step has micro-batches of 8 rows"
+        assert f"predicted times and memory are for {other}" in pipe.report().notes
+        pipe.step(x, target=x)
+        assert f"predicted memory is for {other}" in pipe.report().notes
 
 
 def test_a_plan_is_only_said_to_be_too_small_where_it_uses_one_device() -> None:
