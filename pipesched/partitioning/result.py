@@ -129,17 +129,20 @@ class Partition:
         split = "this split is optimal" if self.proved else f"this split is at most {self.gap:.1%} above the optimum"
         return f"bottleneck: {self.bottleneck}, {quote_time(self.bottleneck_s)} per micro-batch; {split}: {self.reason}"
 
-    def stage_lines(self, rank_bytes: Sequence[int] | None = None) -> list[str]:
+    def stage_lines(self, times_s: Sequence[float] = (), rank_bytes: Sequence[int] = ()) -> list[str]:
         """Return the lines of a table of the stages.
 
         Args:
+            times_s: the time of a forward and a backward of each stage. Default: the times of the summaries.
             rank_bytes: the memory of each rank, known from a simulation of the step, for the column ``rank memory``.
                 Default: the columns ``activations`` and ``memory`` of the summaries.
 
         """
         rows = [dict(zip(_HEAD, _row(stage, summary), strict=True)) for stage, summary in enumerate(self.summaries)]
         head: Sequence[str] = _HEAD
-        if rank_bytes is not None:
+        for row, time_s in zip(rows, times_s, strict=False):
+            row["time"] = quote_time(time_s)
+        if rank_bytes:
             head = [name if name != "memory" else "rank memory" for name in _HEAD if name != "activations"]
             for row, summary in zip(rows, self.summaries, strict=True):
                 row["rank memory"] = quote_bytes(rank_bytes[summary.rank])

@@ -19,12 +19,12 @@ Cause = Literal["compute", "messages", "replicas", "memory", "micro-batches", "b
 
 _NOTABLE = 0.08  # a loss below this share of the step binds nothing: then the plan is bound by its compute
 _NAMES = {
-    "compute": "compute",
-    "messages": "messages between stages",
-    "replicas": "the sums and gathers of the replicas",
-    "memory": "memory",
-    "micro-batches": "too few micro-batches",
-    "balance": "one slow stage",
+    "compute": "bound by compute",
+    "messages": "bound by messages between stages",
+    "replicas": "bound by the sums and gathers of the replicas",
+    "memory": "bound by memory",
+    "micro-batches": "bound by too few micro-batches",
+    "balance": "bound by one slow stage",
     "ranks": "too many ranks",
 }
 
@@ -119,8 +119,8 @@ def binding(shares: StepShares, advice: Advice, places: Mapping[Cause, str]) -> 
         step.cause: f"{step.change} is as fast" for step in advice.next_steps if step.cause == "ranks"
     }
     parts = {
-        "compute": shares.compute,
-        "uneven work of ranks": shares.imbalance,
+        "compute (mean of the ranks)": shares.compute,
+        "waiting for ranks with more work": shares.imbalance,
         "waiting while the pipeline fills and drains": shares.waiting,
         "messages": shares.messages,
         "recomputation": shares.recomputation,
@@ -129,7 +129,7 @@ def binding(shares: StepShares, advice: Advice, places: Mapping[Cause, str]) -> 
     listed = sorted((part for part in parts.items() if part[1] >= 0.0005), key=lambda part: -part[1])
     where = {**places, **fewer}.get(cause, "")
     return [
-        f"bound by {_NAMES[cause]}{f': {where}' if where else ''}",
+        f"{_NAMES[cause]}{f': {where}' if where else ''}",
         f"of the predicted step: {', '.join(f'{share:.1%} {name}' for name, share in listed)}",
     ]
 
@@ -137,7 +137,8 @@ def binding(shares: StepShares, advice: Advice, places: Mapping[Cause, str]) -> 
 def places_of(program: Program, costs: Costs, shares: StepShares, own: Alternative | None) -> dict[Cause, str]:
     """Return, for each cause, where or how it binds a step."""
     stages = [str(stage) for stage, rank in enumerate(program.placement) if rank == shares.busiest]
-    busiest = f"rank {shares.busiest} (stage {', '.join(stages)}) has the most work"
+    several = f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+    busiest = f"rank {shares.busiest} ({several}) has the most work"
     waits = f"{counted(program.num_microbatches, 'micro-batch')} for {counted(program.num_ranks, 'rank')}"
     places: dict[Cause, str] = {"compute": busiest, "balance": busiest, "micro-batches": waits}
     if own is not None and own.limit_bytes is not None:

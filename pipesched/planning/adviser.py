@@ -8,7 +8,7 @@ from typing import Any
 
 from pipesched.errors import PipeschedError
 from pipesched.planning.advice import Advice, Cause, NextStep, cause_of, more_in_words
-from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.evaluated_candidate import EvaluatedCandidate, label_of
 from pipesched.planning.plan import Plan
 from pipesched.planning.profile_search import ProfileSearch
 from pipesched.planning.search_request import SearchRequest
@@ -132,7 +132,7 @@ class _Adviser:
         more = [other for other in self._request({}).num_microbatches if other > count]
         if not more:
             rows = min(self.search.profile.graphs)
-            reason = f"the profile has no costs of micro-batches of fewer than {counted(rows, 'row')}"
+            reason = f"the profile has no costs for fewer than {counted(rows, 'row')}; add them to let the search try"
             return more_in_words("micro-batch", 0, None, self._own_s, reason)
         change = {"num_microbatches": min(more)}
         return self._more("micro-batch", min(more), change, "no such plan fits into the memory limit")
@@ -256,15 +256,18 @@ class _Adviser:
         if change.cause == "ranks":
             used = self.plan.program.num_ranks
             free = counted(used - found.candidate.num_ranks, "rank")
-            effect = f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, and {free} fewer"
+            effect = f"{quote_time(step_s)} per step, as fast, with {free} fewer"
         elif saving < _WORTH:
             return
         elif times > 1:
             rows = self.search.batch_size
             each = [quote_time(seconds) for seconds in (step_s / times / rows, self._own_s / rows)]
-            effect = f"{each[0]} for each row instead of {each[1]}, {saving:.1%} less"
+            effect = f"{each[0]} for each row instead of {each[1]}, {saving:.1%} less; a larger batch changes training"
         else:
-            effect = f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less"
+            effect = (
+                f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less, with "
+                f"{label_of(found.candidate)}"
+            )
         yield NextStep(
             cause=change.cause,
             change=change.words,

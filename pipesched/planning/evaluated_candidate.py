@@ -120,6 +120,8 @@ class EvaluatedCandidate:
         speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):
             note = f"exceeds the memory limit by {quote_bytes(more)}"
+        elif 0 < share <= WORTH and self.order < chosen.order:
+            note = f"{share:.2%} slower"
         elif share < -WORTH:
             note = f"{speed}, but the request does not allow this plan"
         else:

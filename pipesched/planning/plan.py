@@ -16,6 +16,7 @@ from pipesched.planning.advice import NO_ADVICE, Advice, binding, places_of
 from pipesched.planning.alternatives import Alternative, taken
 from pipesched.planning.compared_plans import compared_plans
 from pipesched.planning.step_shares import StepShares, step_shares
+from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words
 from pipesched.program.completion import UNCHANGED, Completion
 from pipesched.program.dependencies import StageGraph, chain
@@ -92,6 +93,7 @@ class Plan:
             Default: no updates.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
+        posted: the number of receives on each channel that are posted in advance, each with a buffer. Default: 0.
         notes: sentences on costs that were assumed, not measured.
         shares: what the predicted step is spent on, found by the search. None: there was no search.
         advice: why the plan does not have more ranks, chunks or micro-batches, and what to try next. Default: empty.
@@ -111,6 +113,7 @@ class Plan:
     replication: Replication | None = None
     completion: Completion = UNCHANGED
     proved_bound_s: float | None = None
+    posted: int = 0
     notes: tuple[str, ...] = ()
     shares: StepShares | None = None
     advice: Advice = NO_ADVICE
@@ -168,7 +171,7 @@ class Plan:
         if self.costs is None:
             return ()
         replicas = None if self.replication is None else self.replication.buffers(self.costs)
-        return rank_memory(self.completed, self.costs, replicas=replicas)
+        return rank_memory(self.completed, self.costs, posted=self.posted, replicas=replicas)
 
     @property
     def mesh(self) -> dict[str, int] | None:
@@ -188,25 +191,32 @@ class Plan:
         The text has the stages, the predicted step, what binds it, the plans that the search compared, why the plan
         does not have more ranks, chunks or micro-batches, what was assumed, and what to try next.
         """
-        predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
-        if self.partition is not None:
-            lines += self.partition.stage_lines([memory.total_bytes for memory in self.memory()] or None)
-            lines.append(self.partition.verdict)
-        else:
-            ranks = self.program.placement
-            lines += [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
-            lines.append("stage costs are unknown: layers are measured only if pipesched chooses the boundaries")
-        lines += map(str, self.ties)
+        predicted = self.predicted()
         if predicted is not None:
-            lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
-            lines += self.bound_in_words(predicted)
+            rows = "" if self.microbatch_rows is None else f" of {counted(self.microbatch_rows, 'row')}"
+            step = f"{quote_time(predicted.makespan_s)} per step"
+            counts = f"{counted(self.program.num_microbatches, 'micro-batch')}{rows}"
+            lines.append(f"predicted: {step} of {counts}, bubble {predicted.bubble_ratio:.1%}")
             lines += self.binding()
-            lines += map(str, self.communication())
+            lines += self.bound_in_words(predicted)
+        lines += [*map(str, self.advice.next_steps), *self.advice.why_not_more, *self.notes, "", *self._stage_lines()]
+        lines += map(str, self.ties)
+        lines += map(str, self.communication() if self.replication is not None else ())
         table = compared_plans(self.alternatives)
-        lines += [] if table is None else ["", *text_table(table).splitlines(), ""]
-        lines += [*self.advice.why_not_more, *self.notes, *map(str, self.advice.next_steps)]
+        lines += [] if table is None else ["", text_table(table)]
         return "\n".join(lines)
+
+    def _stage_lines(self) -> list[str]:
+        """Return the lines of a table of the stages, and a line on the cut."""
+        if self.partition is None or self.costs is None:
+            ranks = self.program.placement
+            lines = [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
+            return [*lines, "stage costs are unknown: layers are measured only if pipesched chooses the boundaries"]
+        kinds = [kind for kind in (Kind.F, Kind.B, Kind.R) if self.completed.index.has(kind) or kind is Kind.B]
+        times = [sum(column) for column in zip(*(self.costs.times(kind) for kind in kinds), strict=True)]
+        memory = [own.total_bytes for own in self.memory()]
+        return [*self.partition.stage_lines(times, memory), f"cut: {self.partition.reason}"]
 
     def binding(self) -> Sequence[str]:
         """Return sentences that say what binds the predicted step, and what its time is spent on; [] without costs."""
@@ -293,6 +303,8 @@ class Plan:
         values["completion"] = {"updates": self.completion.updates, "norms": self.completion.norms}
         if self.proved_bound_s is not None:
             values["proved_bound_s"] = self.proved_bound_s
+        if self.posted:
+            values["posted"] = self.posted
         if self.notes:
             values["notes"] = list(self.notes)
         if self.shares is not None:
@@ -345,6 +357,7 @@ class Plan:
                 replication=maybe(Replication.from_dict)(values.get("replication")),
                 completion=_read_completion(values),
                 proved_bound_s=_as_bound(values.get("proved_bound_s")),
+                posted=int(values.get("posted", 0)),
                 notes=as_notes(values.get("notes", ())),
                 shares=maybe(_shares)(values.get("shares")),
                 advice=Advice.from_dict(values.get("advice", {})),
@@ -449,6 +462,7 @@ _MORE = (
     "replication",
     "completion",
     "proved_bound_s",
+    "posted",
     "notes",
     "shares",
     "advice",

@@ -453,6 +453,7 @@ class Tuner:
             layer_classes=self._evaluator.graph(candidate.num_microbatches).graph.get("classes", {}),
             replication=chosen.replication,
             completion=chosen.completion,
+            posted=self._search.posted,
             notes=self._search.profile.notes,
             shares=self._shares(chosen),
             microbatch_rows=self._evaluator.rows(candidate.num_microbatches),

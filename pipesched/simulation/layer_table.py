@@ -69,8 +69,10 @@ class TableOptions:
         return StateRule.of(self.optimizer)
 
 
-def read_table(table: Table, rows: int | None, options: TableOptions) -> tuple[dict[int, "nx.DiGraph[str]"], str]:
-    """Return the layers of a table as graphs keyed by the rows of a micro-batch, and what was assumed, as a sentence.
+def read_table(
+    table: Table, rows: int | None, options: TableOptions
+) -> tuple[dict[int, "nx.DiGraph[str]"], tuple[str, ...]]:
+    """Return the layers of a table as graphs keyed by the rows of a micro-batch, and sentences on what was assumed.
 
     Args:
         table: the rows, or the path of a CSV file.
@@ -114,8 +116,8 @@ def _refuse(problems: Sequence[str]) -> None:
     )
 
 
-def assumptions(given: Iterable[str], options: TableOptions) -> str:
-    """Return a sentence that says which costs the table lacked and what was assumed; "" if it lacked none.
+def assumptions(given: Iterable[str], options: TableOptions) -> tuple[str, ...]:
+    """Return a sentence for each cost that the table lacked, which says what was assumed.
 
     ``given`` are the names of the attributes that the table has.
     """
@@ -127,7 +129,7 @@ def assumptions(given: Iterable[str], options: TableOptions) -> str:
         words.append(options.state.in_words(options.bytes_per_parameter))
     if "weight_grad_s" not in known and "input_grad_s" not in known:
         words.append("weight gradients take half of a backward")
-    return f"assumed, because the table does not say: {'; '.join(words)}" if words else ""
+    return tuple(f"assumed, as the table does not say: {word}" for word in words)
 
 
 # ---- from text to numbers -------------------------------------------------------------------------------------------

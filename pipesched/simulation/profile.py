@@ -221,7 +221,7 @@ class Profile:
         """
         options = TableOptions(optimizer=optimizer, bytes_per_parameter=bytes_per_parameter)
         graphs, assumed = read_table(table, rows, options)
-        return cls(graphs, machine=machine or Machine(), notes=(assumed,) if assumed else ())
+        return cls(graphs, machine=machine or Machine(), notes=assumed)
 
     def to_table(self, path: str | PathLike[str] | None = None) -> list[dict[str, Any]]:
         """Return the layers as the rows of a table, without columns in which all values are defaults.

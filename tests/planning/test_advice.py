@@ -45,7 +45,7 @@ NAMED = {
     "compute": "bound by compute",
     "messages": "bound by messages between stages",
     "memory": "bound by memory",
-    "ranks": "bound by too many ranks",
+    "ranks": "too many ranks: num_ranks=4 is as fast",
     "balance": "bound by one slow stage",
     "micro-batches": "bound by too few micro-batches",
 }
