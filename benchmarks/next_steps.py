@@ -4,7 +4,7 @@
 
 Each plan is for a random table of 6 to 24 layers with 1 or 2 slow ones, on 2 to 8 ranks, with a random batch, links,
 and, in half of the cases, a memory limit between the least and the most that plans need. Every next step of the plan is
-followed: `pipesched.tune_profile` plans again with the changed arguments. The script prints the step time that the next
+followed: the search is repeated with the changed arguments. The script prints the step time that the next
 step expected, the step time of the new plan, and their ratio. The last lines show the largest difference, and how often
 the new plan is bound by something else.
 """
@@ -14,8 +14,10 @@ import random
 import time
 from typing import Any
 
-from pipesched import Link, Links, Plan, Profile, tune_profile
+from pipesched import Link, Links, Plan, Profile
 from pipesched.planning.advice import cause_of
+from pipesched.planning.adviser import advised
+from pipesched.planning.profile_search import ProfileSearch
 
 MIB = 1 << 20
 
@@ -33,10 +35,11 @@ def main() -> None:
     for seed in range(options.first, options.first + options.plans):
         profile, request = case(random.Random(seed), options.effort)
         begin = time.perf_counter()
-        plan = tune_profile(profile, **request)
+        search = ProfileSearch(profile=profile, **request)
+        plan = advised(search, search.find())
         seconds = time.perf_counter() - begin
         for step in plan.advice.next_steps:
-            followed = tune_profile(**{"profile": profile, **request, **step.arguments})
+            followed = search.but(**step.arguments).find()
             reached_s = followed.alternatives[0].step_s
             worst = max(worst, abs(reached_s / step.step_s - 1))
             steps += 1
@@ -57,7 +60,7 @@ def bound_by(plan: Plan) -> str:
 
 
 def case(draw: random.Random, effort: int | None) -> tuple[Profile, dict[str, Any]]:
-    """Return a random profile and the arguments of `pipesched.tune_profile`."""
+    """Return a random profile and the other fields of a `ProfileSearch`."""
     count = draw.randint(6, 24)
     slow = draw.sample(range(count), draw.randint(1, 2))
     table = []
@@ -79,7 +82,7 @@ def case(draw: random.Random, effort: int | None) -> tuple[Profile, dict[str, An
     request: dict[str, Any] = {"num_ranks": ranks, "batch_size": 4 * microbatches, "links": links, "effort": effort}
     profile = Profile.from_table(table, rows=4)
     if draw.random() < 0.5:
-        most = max(one.peak_bytes or 0 for one in tune_profile(profile, **request).alternatives[:1])
+        most = ProfileSearch(profile=profile, **request).find().alternatives[0].peak_bytes or 0
         least = 16 * sum(row["parameter_bytes"] for row in table) // 4 // ranks + 128 * MIB
         request["memory_limit_bytes"] = least + (most - least) // 2 if most > least else most
     request["all_ranks"] = draw.random() < 0.5

@@ -209,12 +209,15 @@ class Plan:
 
     def _stage_lines(self) -> list[str]:
         """Return the lines of a table of the stages, and a line on the cut."""
-        if self.partition is None or self.costs is None:
+        if self.partition is None:
             ranks = self.program.placement
             lines = [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
             return [*lines, "stage costs are unknown: layers are measured only if pipesched chooses the boundaries"]
-        kinds = [kind for kind in (Kind.F, Kind.B, Kind.R) if self.completed.index.has(kind) or kind is Kind.B]
-        times = [sum(column) for column in zip(*(self.costs.times(kind) for kind in kinds), strict=True)]
+        times: list[float] = []
+        if self.costs is not None:
+            has = self.completed.index.has
+            columns = [self.costs.times(kind) for kind in (Kind.F, Kind.B, Kind.R) if kind is not Kind.R or has(kind)]
+            times = [sum(column) for column in zip(*columns, strict=True)]
         memory = [own.total_bytes for own in self.memory()]
         return [*self.partition.stage_lines(times, memory), f"cut: {self.partition.reason}"]
 
