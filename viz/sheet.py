@@ -97,7 +97,9 @@ def _candidates(ax: "Axes", shown: Sequence[CandidateBar], left_out: int) -> Non
     ax.set_xticks([])
     ax.spines[["top", "right", "bottom"]].set_visible(False)
     more = f" ({left_out} more not shown)" if left_out > 0 else ""
-    ax.set_title(f"candidate plans: step time predicted by the search{more}", loc="left", fontsize=11)
+    ax.set_title(
+        f"candidate plans: step time, bubble and memory, predicted by the search{more}", loc="left", fontsize=11
+    )
 
 
 def _colour_of(candidate: CandidateBar) -> str:

@@ -33,6 +33,7 @@ from pipesched.pipeline.checks.replica_checks import (
     check_tree,
     warn_of_written,
 )
+from pipesched.planning.advice import NO_ADVICE, Advice
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
@@ -96,6 +97,7 @@ class StageCut:
     partitioner: StagePartitioner
     partition: Partition | None  #: the cut and its costs; None until the costs are known
     alternatives: tuple[Alternative, ...] = ()  #: the other plans of the search
+    advice: Advice = NO_ADVICE  #: what the search found out beside its plans
     #: Whether a step gathers the weights of a stage only once, if the weights are split across replicas.
     gather_once: bool = True
 

@@ -129,6 +129,7 @@ def choose_plan(
         crowds = auto_plan.ranks_are == "threads"
         result = collectives.agreed(lambda: auto_plan.find(request, lambda: cost_model.measured(crowds=crowds)))
         plan, cost_model.layers, cost_model.overheads, cost_model.planned, cost_model.size_fit = result
+        cost_model.notes = plan.notes
         request = PlanRequest()
     if plan is not None:
         request = request.pinned(plan, list(auto_plan.layered.layers))

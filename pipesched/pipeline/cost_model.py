@@ -13,6 +13,7 @@ from pipesched.model.state_guard import set_aside
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import StageCut
 from pipesched.pipeline.sent_values import learn_sent_values
+from pipesched.planning.advice import NO_ADVICE
 from pipesched.planning.cost_correction import Known, MeasuredStage, slowed
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
@@ -90,6 +91,8 @@ class CostModel:
         self.links = links if replicas is None else replicas.pipeline_links()
         #: The costs of each layer; None until they are measured.
         self.layers: dict[str, LayerCosts] | None = None
+        #: Sentences on costs of layers that a profile assumes.
+        self.notes: tuple[str, ...] = ()
         #: The ranks' overheads outside their stages; None if no profile contains them.
         self.overheads: Overheads | None = None
         #: The size of a micro-batch for which the plan was found; 0 rows if there was no search.
@@ -144,6 +147,7 @@ class CostModel:
     def forget(self) -> None:
         """Discard the measured layer costs, so that the next use measures the layers again."""
         self.layers = None
+        self.notes = ()
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
@@ -240,5 +244,6 @@ class CostModel:
             partitioner=partitioner,
             partition=found if plan is None else plan.partition,
             alternatives=() if plan is None else plan.alternatives,
+            advice=NO_ADVICE if plan is None else plan.advice,
             gather_once=plan is None or plan.replication is None or plan.replication.gather_once,
         )

@@ -83,7 +83,7 @@ class MemoryForecast:
             messages = messages_of(program, stages)
         without_messages = running.assembly.programs.full.without_messages
         costs = self._with_shards(
-            self._with_states(_with_losses(costs, without_messages, known=not stages or not own_loss))
+            self.with_states(_with_losses(costs, without_messages, known=not stages or not own_loss))
         )
         return self._rank_memory(without_messages, costs, messages)
 
@@ -106,7 +106,7 @@ class MemoryForecast:
         programs = running.assembly.programs
         costs = self._cost_model.stage_costs(programs, running.cut, self._cost_model.for_rows(max(rows)))
         without_messages = programs.of(len(rows)).without_messages
-        costs = self._with_shards(self._with_states(costs))
+        costs = self._with_shards(self.with_states(costs))
         needs = self._rank_memory(without_messages, costs)
         limits = self.limits
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
@@ -164,7 +164,7 @@ class MemoryForecast:
                 )
         return now.sizes
 
-    def _with_states(self, costs: Costs) -> Costs:
+    def with_states(self, costs: Costs) -> Costs:
         """Return the costs, with the sizes of the weights, gradients and optimizer states that each rank holds.
 
         Assumes that all ranks use the same kind of optimizer.

@@ -294,7 +294,6 @@ class Pipeline(SavingInterface):
             self._running.host.executor.start()
         self._intra_op_threads = threads
         self._scaler = numerics.scaler
-        self._history = StepHistory(self._running, self._cost_model)
         self._memory = MemoryForecast(
             self._running,
             self._cost_model,
@@ -303,6 +302,7 @@ class Pipeline(SavingInterface):
             limits=limits,
             planned=PlannedRows(plan=found, is_given=plan is not None, batch_size=search.batch_size),
         )
+        self._history = StepHistory(self._running, self._cost_model, self._memory)
         self._steps = StepRunner(
             self._running,
             roots=self._roots,
@@ -711,7 +711,7 @@ class Pipeline(SavingInterface):
     @property
     def plan(self) -> Plan:
         """The running plan, with the stage costs known so far."""
-        return self._running.plan(self._cost_model, self.model, self._history.costs, self._history.rows)
+        return self._history.plan(self.model)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
         """Switch to another plan between two steps: to ``plan``, or to a faster plan if the search finds one.
@@ -853,8 +853,8 @@ class Pipeline(SavingInterface):
             pipe.report().save("report.html")  # or .png, .txt, .json
         """
         self._running.host.collectives.enter("report")
-        notes = (*self._history.notes(), *self._running.unused_devices)
-        return Report(self.plan, self._history.gather_trace(), self.predicted, notes)
+        predicted = self.predicted  # measures the layers if their costs are not known
+        return Report(self.plan, self._history.gather_trace(), predicted)
 
     # ---- weights ----------------------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ class Replanner:
         return replace(outcome, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
 
     def _plan(self) -> Plan:
-        return self._running.plan(self._cost_model, self._spec.model, self._history.costs, self._history.rows)
+        return self._history.plan(self._spec.model)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
         """Correct the known costs of layers and devices with the measured times of the stages."""

@@ -83,14 +83,13 @@ class RunningPlan:
         self.rows = ()
         self.runs.clear()
 
-    def plan(self, cost_model: CostModel, model: nn.Module, costs: Costs | None, rows: int | None) -> Plan:
+    def plan(self, cost_model: CostModel, model: nn.Module, costs: Costs | None) -> Plan:
         """Return the running plan.
 
         Args:
             cost_model: the known costs of layers and devices.
             model: the user's model.
             costs: the stages' costs; None if they are not known.
-            rows: the number of rows of the micro-batch to which ``costs`` belong; None if it is not known.
 
         """
         programs = self.assembly.programs
@@ -110,7 +109,7 @@ class RunningPlan:
             layer_classes=class_names(model, chain.from_iterable(stage_cut.cut)),
             replication=cost_model.replication(programs),
             completion=programs.completion,
-            microbatch_rows=None if costs is None else rows,
+            advice=stage_cut.advice,
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:

@@ -1,11 +1,15 @@
-"""Step history: the traces of a pipeline's last steps, the stage costs measured in them, and a prediction."""
+"""Step history: the traces of a pipeline's last steps, the stage costs measured in them, a prediction and the plan."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from torch import nn
+
 from pipesched.pipeline.cost_model import CostModel
+from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.planned_rows import clearly_differs
 from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.planning.plan import Plan
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import measured_costs
@@ -16,13 +20,16 @@ from pipesched.units import counted
 
 __all__ = ["StepHistory"]
 
+_FIRST = "the first step, which includes memory allocation and warm-up"
+
 
 class StepHistory:
     """The traces of the last steps under the running plan, and the predicted trace of the next step."""
 
-    def __init__(self, running: RunningPlan, cost_model: CostModel) -> None:
+    def __init__(self, running: RunningPlan, cost_model: CostModel, memory: MemoryForecast) -> None:
         self._running = running
         self._cost_model = cost_model
+        self._memory = memory
 
     @property
     def trace(self) -> Trace | None:
@@ -35,7 +42,7 @@ class StepHistory:
             return self.trace_of(running.stream.timelines, running.stream.versions)
         if not running.runs:
             return None
-        trace = self.trace_of([running.runs[-1]])
+        trace = replace(self.trace_of([running.runs[-1]]), notes=tuple(self._notes_of_measurement()))
         if running.assembly.programs.streams or not running.host.grid.in_one_process:
             return trace  # the trace is incomplete: it has part of a stream of steps, or one of several ranks
         return self._with_bound(trace)
@@ -50,7 +57,8 @@ class StepHistory:
             spans = host.collectives.gather_spans(running.stream.timelines)
             return replace(self.trace_of([], running.stream.versions), spans=Spans.of(tuple(spans)))
         spans = host.collectives.gather_spans([running.runs[-1]])
-        return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans))))
+        notes = tuple(self._notes_of_measurement())
+        return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans)), notes=notes))
 
     def steps(self) -> list[Trace]:
         """Return the traces of the last steps in this process, which may include the first step of the plan."""
@@ -107,10 +115,14 @@ class StepHistory:
         sizes = by_layers and replace(by_layers, overheads=None)  # measured actions contain the overheads
         return measured_costs(earlier, len(running.assembly.stages), sizes)
 
-    @property
-    def rows(self) -> int | None:
-        """The number of rows of the micro-batches to which ``costs`` belong; None if it is not known."""
-        return max(self._running.rows, default=None) if self._earlier else self._rows_of_layers
+    def plan(self, model: nn.Module) -> Plan:
+        """Return the running plan of the user's model, with ``costs`` and the sizes of the optimizers' states."""
+        running = self._running
+        costs = self.costs
+        plan = running.plan(self._cost_model, model, None if costs is None else self._memory.with_states(costs))
+        rows = max(running.rows, default=None) if self._earlier else self._rows_of_layers
+        notes = (*self._cost_model.notes, *self._notes_of_prediction(), *running.unused_devices)
+        return replace(plan, notes=notes, microbatch_rows=None if costs is None else rows)
 
     @property
     def _rows_of_layers(self) -> int | None:
@@ -127,34 +139,34 @@ class StepHistory:
         earlier = list(self._running.runs)[:-1] if self._running.host.grid.in_one_process else []
         return earlier[1:] if len(earlier) > 1 else earlier
 
-    def notes(self) -> Iterator[str]:
-        """Yield notes for the report: the times that the prediction uses, and conditions of the measured step."""
+    def _notes_of_prediction(self) -> Iterator[str]:
+        """Yield notes for the plan: the replicas that run it, and the times that the prediction uses."""
         replicas = self._running.host.grid.rows
         if len(replicas) > 1:
             ranks = len(replicas) * len(replicas[0])
             yield f"{len(replicas)} replicas run this plan, on {ranks} ranks in all; this report is about one replica"
-        runs = self._running.runs
-        if runs and not self._running.assembly.programs.streams:
-            first = "the first step, which includes memory allocation and warm-up"
-            earlier = len(self._earlier)
-            source = f"action times of {counted(earlier, 'earlier step') if len(runs) > 2 else first}"
-            yield f"predicted from {source if earlier else 'measured layer times'}"
-            if self._running.num_sizes > 1:
-                yield self._uneven()
-            yield from self._of_other_rows(earlier)
-            if len(runs) == 1:
-                yield f"the measured step is {first}; run more steps before you compare"
+        if self._running.runs and not self._running.assembly.programs.streams:
+            num_earlier = len(self._earlier)
+            first = num_earlier == 1 and len(self._running.runs) == 2
+            source = f"action times of {_FIRST if first else counted(num_earlier, 'earlier step')}"
+            yield f"predicted from {source if num_earlier else 'measured layer times'}"
 
-    def _of_other_rows(self, earlier: int) -> Iterator[str]:
-        """Yield a note if layers were measured with clearly larger or smaller micro-batches than the step has."""
+    def _notes_of_measurement(self) -> Iterator[str]:
+        """Yield notes for the trace of the last step: the conditions under which it was measured."""
+        running = self._running
+        if running.assembly.programs.streams:
+            return
+        if running.num_sizes > 1:
+            yield self._uneven()
         known = self._rows_of_layers
-        rows = self._running.rows
-        if known and rows and clearly_differs(known, rows):
-            what = "predicted memory is" if earlier else "predicted times and memory are"
+        if known and running.rows and clearly_differs(known, running.rows):
+            what = "predicted memory is" if self._earlier else "predicted times and memory are"
             yield (
-                f"{what} for micro-batches of {counted(known, 'row')}; the measured step has "
-                f"micro-batches of {counted(max(rows), 'row')}"
+                f"{what} for micro-batches of {counted(known, 'row')}; the measured step has micro-batches of "
+                f"{counted(max(running.rows), 'row')}"
             )
+        if len(running.runs) == 1:
+            yield f"the measured step is {_FIRST}; run more steps before you compare"
 
     def _uneven(self) -> str:
         """Return a note on a measured step whose micro-batches have different sizes."""

@@ -21,6 +21,7 @@ _SHAPE = (
 _WEIGHED = {
     "m": "m: micro-batches.",
     "predicted": "predicted: step time predicted by the search.",
+    "measured": "measured: step time in trial runs.",
     "memory": "memory: highest peak of any rank.",
     "margin": "margin: memory limit minus peak.",
 }
@@ -39,7 +40,9 @@ def compared_plans(alternatives: Sequence[Alternative]) -> Table | None:
     alike = {name: text for name, text in alike.items() if text}
     note = f"All plans have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
     note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
-    return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not chosen"), note, ("predicted",))
+    return Table.of(
+        "Compared plans, predicted", rows, ("plan", "schedule", "checkpoint", "why not chosen"), note, ("predicted",)
+    )
 
 
 def _alternative(other: Alternative, equal_s: float | None) -> _Row:

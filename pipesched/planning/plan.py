@@ -94,7 +94,7 @@ class Plan:
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
         posted: the number of receives on each channel that are posted in advance, each with a buffer. Default: 0.
-        notes: sentences on costs that were assumed, not measured.
+        notes: sentences on costs that were assumed, and on what a running pipeline predicts from.
         shares: what the predicted step is spent on, found by the search. None: there was no search.
         advice: why the plan does not have more ranks, chunks or micro-batches, and what to try next. Default: empty.
         microbatch_rows: the number of rows of the micro-batch to which ``costs`` belong. None: not known.
@@ -118,7 +118,7 @@ class Plan:
     shares: StepShares | None = None
     advice: Advice = NO_ADVICE
     microbatch_rows: int | None = None
-    #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
+    #: The class names of layers whose names are numbers, keyed by layer. For reports; not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -308,6 +308,8 @@ class Plan:
             values["proved_bound_s"] = self.proved_bound_s
         if self.posted:
             values["posted"] = self.posted
+        if self.layer_classes:
+            values["layer_classes"] = dict(self.layer_classes)
         if self.notes:
             values["notes"] = list(self.notes)
         if self.shares is not None:
@@ -361,6 +363,7 @@ class Plan:
                 completion=_read_completion(values),
                 proved_bound_s=_as_bound(values.get("proved_bound_s")),
                 posted=int(values.get("posted", 0)),
+                layer_classes=_as_classes(values.get("layer_classes", {})),
                 notes=as_notes(values.get("notes", ())),
                 shares=maybe(_shares)(values.get("shares")),
                 advice=Advice.from_dict(values.get("advice", {})),
@@ -440,6 +443,12 @@ def _as_bound(value: Any) -> float | None:
     return value  # type: ignore[no-any-return]  # checked above
 
 
+def _as_classes(values: Any) -> Mapping[str, str]:
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values.values()):
+        raise TypeError(f"layer_classes must map layers to the names of classes; got {shown(values)}")
+    return dict(values)
+
+
 def _as_rows(value: Any) -> int | None:
     if value is not None and not is_count(value):
         raise TypeError(f"microbatch_rows must be a whole number, at least 1; got {shown(value)}")
@@ -466,6 +475,7 @@ _MORE = (
     "completion",
     "proved_bound_s",
     "posted",
+    "layer_classes",
     "notes",
     "shares",
     "advice",

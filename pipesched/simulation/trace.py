@@ -8,6 +8,7 @@ from importlib import import_module
 from itertools import pairwise
 from numbers import Real
 from os import PathLike
+from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -32,6 +33,7 @@ Times = NDArray[Any]
 _MOST_RANKS = 100_000  # the largest number of ranks in a trace
 _SPANS = "a trace must have num_ranks, and spans of the form [action, rank, start_s, end_s]"
 _TO_DICT = "write the dict that to_dict returns"
+_REMARKS = "pipesched"  # the key of a trace's other fields in Chrome trace-event JSON
 
 
 class Span(NamedTuple):
@@ -153,6 +155,7 @@ class Trace:
         versions: the program's weight versions, which determine how long older weights are held. Default: (), none.
         bound_s: a lower bound in seconds on the makespan of every schedule of these stages, from ``lower_bound``
             without a memory limit. Default: None, unknown.
+        notes: sentences on how the step was measured. Default: (), none.
 
     Raises:
         ScheduleError: for invalid spans, ranks or bounds.
@@ -165,6 +168,7 @@ class Trace:
     costs: Costs | None = None
     versions: tuple[tuple[int, ...], ...] = ()
     bound_s: float | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans.of(self.spans))
@@ -365,8 +369,14 @@ class Trace:
         spans = [[str(s.action), s.rank, s.start_s, s.end_s] for s in self.spans]
         costs = self.costs.to_dict() if self.costs else None
         versions = {"versions": [list(own) for own in self.versions]} if self.versions else {}
+        known = {"costs": costs, **versions, **self._remarks}
+        return {"name": self.name, "num_ranks": self.num_ranks, **known, "spans": spans}
+
+    @property
+    def _remarks(self) -> dict[str, Any]:
+        """The bound and the notes, as far as they are known, as plain values for JSON."""
         bound = {} if self.bound_s is None else {"bound_s": self.bound_s}
-        return {"name": self.name, "num_ranks": self.num_ranks, "costs": costs, **versions, **bound, "spans": spans}
+        return {**bound, "notes": list(self.notes)} if self.notes else bound
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
@@ -389,7 +399,7 @@ class Trace:
 
         Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives.
         """
-        write_whole(as_path(path), chrome_json(self.chrome_events()))
+        write_whole(as_path(path), chrome_json(self.chrome_events(), {"name": self.name, **self._remarks}))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
         """Return the trace events that ``to_chrome`` writes.
@@ -431,7 +441,8 @@ class Trace:
     def load(cls, path: str | PathLike[str]) -> "Trace":
         """Read a trace from a JSON file.
 
-        The file contains the result of ``to_dict`` as JSON, or was written by ``to_chrome``, which stores only spans.
+        The file contains the result of ``to_dict`` as JSON, or was written by ``to_chrome``, which stores neither costs
+        nor versions.
 
         Raises:
             ScheduleError: the trace is invalid; the message names the file.
@@ -445,9 +456,16 @@ def check_trace(trace: Any) -> None:
     check_type(trace, Trace, "trace must be a Trace", "pass the result of simulate, pipe.trace or Trace.load(path)")
 
 
-def chrome_json(events: list[dict[str, Any]]) -> str:
-    """Return the events as a JSON text for Perfetto and chrome://tracing."""
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+def chrome_json(events: list[dict[str, Any]], remarks: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the events as a JSON text for Perfetto and chrome://tracing.
+
+    Args:
+        events: the events.
+        remarks: fields of the trace that are not events. Default: none.
+
+    """
+    other = {"otherData": {_REMARKS: dict(remarks)}} if remarks else {}
+    return json.dumps({"displayTimeUnit": "ms", **other, "traceEvents": events})
 
 
 def _from_chrome(values: Any) -> Any:
@@ -459,8 +477,9 @@ def _from_chrome(values: Any) -> Any:
         ranks = {event["pid"] for event in events}
         ends = [(event, event["ts"] / 1e6) for event in events if event["ph"] == "X"]
         spans = [[event["name"], event["pid"], start_s, start_s + event["dur"] / 1e6] for event, start_s in ends]
-        return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
-    except (KeyError, TypeError) as error:
+        remarks = values.get("otherData", {}).get(_REMARKS, {})
+        return {**remarks, "num_ranks": max(ranks, default=-1) + 1, "spans": spans}
+    except (AttributeError, KeyError, TypeError) as error:
         raise ScheduleError(
             f"every Chrome trace event must have 'ph' and 'pid', and an action's event must also have 'name', 'ts' and "
             f"'dur'; reading the events raised {error!r}; write the file with to_chrome"

@@ -287,9 +287,9 @@ def test_a_report_says_which_predictions_are_for_other_micro_batches() -> None:
     with Pipeline(linears(), x, loss_fn=functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
         pipe.step(x, target=x)
         other = "micro-batches of 64 rows; the measured step has micro-batches of 8 rows"
-        assert f"predicted times and memory are for {other}" in pipe.report().notes
+        assert f"predicted times and memory are for {other}" in pipe.report().lines
         pipe.step(x, target=x)
-        assert f"predicted memory is for {other}" in pipe.report().notes
+        assert f"predicted memory is for {other}" in pipe.report().lines
 
 
 def test_a_plan_is_only_said_to_be_too_small_where_it_uses_one_device() -> None:

@@ -24,6 +24,7 @@ from pipesched.partitioning.result import Partition
 from pipesched.planning.alternatives import Alternative
 from pipesched.simulation.comparison import Pair, compared, measured_costs
 from pipesched.viz import page
+from tests.support.saved_reports import read_again
 
 GIB = 2**30
 TAKEN = Alternative(
@@ -165,7 +166,7 @@ def test_a_report_separates_gaps_between_actions_from_stage_compute():
 
 def test_layers_that_run_again_are_counted():
     plan = replace(plan_of(), checkpoint={"layer 2": "recompute", "layer 3": "recompute"})
-    (stages,) = (table for table in Report(plan).tables if table.title == "Stages")
+    (stages,) = (table for table in Report(plan).tables if table.title == "Stages, predicted")
     assert [row[stages.columns.index("recomputed")].text for row in stages.rows] == ["", "2"]
     assert "offloaded" not in stages.columns
 
@@ -182,7 +183,7 @@ def test_sizes_that_are_not_known_are_left_out():
 def test_memory_is_shown_by_what_it_is_for():
     plan = plan_of(alternatives=(TAKEN,))
     table = Report(replace(plan, costs=replace(plan.costs, gradient_bytes=(5, 2**30)))).tables[-1]
-    assert table.title == "Memory"
+    assert table.title == "Memory, predicted"
     assert [cell.text for cell in table.rows[0]] == ["0", "3 MiB", "5 B", "2 MiB", "5 MiB", "3.995 GiB"]
     assert table.columns == ("rank", "parameters", "gradients", "activations", "total", "margin")
 
@@ -206,9 +207,10 @@ def test_a_report_says_what_was_found():
         "1f1b on 2 ranks: 2 stages, 4 micro-batches, checkpoint never",
         "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)",
         "of this difference, stage compute accounts for +16.0% and gaps between actions for +0.0%",
-        "no schedule of these stages on these ranks can take less than 13 ms; "
+        "with the predicted times, no schedule of these stages on these ranks can take less than 13 ms; "
         + "the predicted step is 15.4% above this bound",
-        "1.50x faster than an equal split (45 ms), as the search predicted",
+        "with the measured times, the bound is 15.4 ms; the measured step is 13.0% above it",
+        "1.50x faster than an equal split (45 ms), as predicted by the search",
         "    1     1  1 → 1.2 ms   +20.0%  2 → 2.4 ms   +20.0%  12 → 14.4 ms      +20.0%",
         "    1     1       2  layer 2 .. layer 3  1 ms  2 ms    3 MiB  1 MiB   0 B",
     ):
@@ -235,7 +237,7 @@ def test_a_report_says_what_was_found():
 def test_a_report_of_a_plan_whose_layers_were_not_measured():
     report = Report(replace(plan_of(), costs=None))
     assert report.lines == ["the step time is unknown: layers were not measured"]
-    assert [table.title for table in report.tables] == ["Stages"]
+    assert [table.title for table in report.tables] == ["Stages, predicted"]
     assert "layer 0 .. layer 1" in report.text()
     assert "<img" not in report.html()
     report.figure()
@@ -245,7 +247,7 @@ def test_a_report_without_a_measured_step_is_of_what_is_predicted():
     report = Report(plan_of("zb-v", 3, 6))
     assert report.lines[0].startswith("predicted 38 ms per step")
     assert [label for label, _ in report.traces] == ["predicted"]
-    assert [table.title for table in report.tables] == ["Stages", "Ranks", "Memory"]
+    assert [table.title for table in report.tables] == ["Stages, predicted", "Ranks", "Memory, predicted"]
     ranks = report.tables[1]
     assert [row[1].text for row in ranks.rows] == ["0 5", "1 4", "2 3"]
 
@@ -284,7 +286,7 @@ def test_a_page_begins_with_three_figures():
         (
             "compared to one device",
             "1.60x faster",
-            "15 ms a step (predicted) instead of 24 ms (all stages' compute, predicted)",
+            "15 ms a step instead of 24 ms, both predicted, from all stages' compute",
         ),
         ("bubble", "20.0%", "of the ranks' time is idle (predicted)"),
         ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step, predicted, 0.0% above the mean"),
@@ -292,10 +294,11 @@ def test_a_page_begins_with_three_figures():
     assert figures_of(Report(plan, measured_of(plan, 1, 1.2))) == [
         (
             "compared to one device",
-            "1.38x faster",
-            "17.4 ms a step (measured) instead of 24 ms (all stages' compute, predicted)",
+            "1.60x faster",
+            "15 ms a step instead of 24 ms, both predicted, from all stages' compute; "
+            "the last step took 17.4 ms (measured)",
         ),
-        ("bubble", "24.1%", "of the ranks' time is idle; predicted 20.0%"),
+        ("bubble", "24.1%", "of the ranks' time is idle (measured); predicted 20.0%"),
         ("slowest stage", "stage 1", "layer 2 .. layer 3: 14.4 ms a step, measured, 9.1% above the mean"),
     ]
 
@@ -303,11 +306,14 @@ def test_a_page_begins_with_three_figures():
 def test_the_speed_against_one_device_comes_from_the_search_or_from_measured_steps():
     plan = plan_of(alternatives=(TAKEN, ALONE))
     searched, *_ = figures_of(Report(plan))
-    assert searched[1:] == ("3.00x faster", "30 ms a step (predicted) instead of 90 ms (one device, predicted)")
+    assert searched[1:] == ("3.00x faster", "30 ms a step instead of 90 ms, both predicted by the search")
     ran, *_ = figures_of(Report(plan, measured_of(plan, 1, 1.2)))
-    assert ran[1:] == ("5.17x faster", "17.4 ms a step (measured) instead of 90 ms (one device, predicted)")
+    assert ran[1] == "3.00x faster"
+    assert ran[2] == (
+        "30 ms a step instead of 90 ms, both predicted by the search; the last step took 17.4 ms (measured)"
+    )
     both, *_ = figures_of(Report(replace(plan, alternatives=(TAKEN, replace(ALONE, measured_s=0.0155)))))
-    assert both[1:] == ("2.00x slower", "31 ms a step (measured) instead of 15.5 ms (one device, measured)")
+    assert both[1:] == ("2.00x slower", "31 ms a step instead of 15.5 ms, both measured in trial runs")
     alone = plan_of(num_ranks=1)
     assert figures_of(Report(alone))[0][1:] == ("the same", "the plan uses one device")
 
@@ -490,10 +496,12 @@ def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
         ["predicted from action times of 2 earlier steps"],
     ]
     with Pipeline(model, x[:1], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
-        assert pipe.report().notes == ()
+        assert pipe.report().plan.notes == ()
         for said in says:
             pipe.step(x, target=x)
-            assert list(pipe.report().notes) == said
+            report = pipe.report()
+            assert [*report.plan.notes, *report.measured.notes] == said
+            assert [line for line in report.lines if line in said] == said
         assert (
             pipe.plan.costs.forward_s
             == measured_costs(
@@ -501,7 +509,7 @@ def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
             ).forward_s
         )
         pipe.replan(pipe.plan)
-        assert pipe.report().notes == ()
+        assert pipe.report().plan.notes == ()
 
 
 class Block(nn.Linear):
@@ -518,8 +526,8 @@ def test_layers_of_a_sequential_are_reported_with_their_classes(tmp_path):
     assert re.search(r"stage \d \((\S+ (Linear|Block|GELU))( \.\. \S+ (Block|GELU))?\)", report)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").explain() == plan.explain()
-    assert "GELU" not in (tmp_path / "plan.json").read_text()
     assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(tmp_path / "plan.json").layer_classes == plan.layer_classes
 
 
 def test_a_class_name_stands_behind_the_names_of_layers_only():
@@ -559,7 +567,7 @@ def test_a_report_separates_the_prediction_of_the_search_from_the_current_one():
 
 def test_a_plan_that_is_as_fast_as_a_baseline_is_said_to_be_so():
     report = Report(plan_of(alternatives=(TAKEN, replace(EQUAL, step_s=TAKEN.step_s))))
-    assert "as fast as an equal split (30 ms), as the search predicted" in report.lines
+    assert "as fast as an equal split (30 ms), as predicted by the search" in report.lines
 
 
 def test_the_command_says_which_ranks_are_left_out(tmp_path):
@@ -609,3 +617,175 @@ def test_a_browser_sorts_and_shows_the_timelines(tmp_path):
     names = ["equal split,gpipe,1f1b", "gpipe,1f1b,equal split", "equal split,1f1b,gpipe"]
     assert said, ran.stderr
     assert said[1] == f'["{names[0]}","{names[1]}","{names[2]}",true]'
+
+
+# ---- reports of files ------------------------------------------------------------------------------------------------
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "choices"),
+    [
+        (0, {"search": pipesched.Search(batch_size=64), "num_stages": 2}),
+        (0, {"schedule": "1f1b", "boundaries": [2]}),
+        (1, {"schedule": "1f1b"}),
+        (3, {"schedule": "zb-h1", "optimizer": adamw}),
+        (3, {"num_microbatches": 4, "num_stages": 2}),
+        (3, {"schedule": "interleaved-1f1b", "checkpoint": "always"}),
+        (3, {"schedule": "1f1b", "num_stages": 1, "devices": ["cpu"]}),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_the_command_shows_all_that_the_report_of_a_running_pipeline_shows(num_steps, choices, tmp_path):
+    """Class names of layers, notes on the prediction and the measured step, optimizer states and bounds."""
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(64, 8)
+    with Pipeline(model, x[:8], loss_fn=nn.functional.mse_loss, **{"devices": ["cpu"] * 2} | choices) as pipe:
+        for _ in range(num_steps):
+            pipe.step(x, target=x)
+        report = pipe.report()
+    assert "0 Linear" in report.text()
+    assert read_again(report).text() == report.text()
+    assert read_again(report).key_figures == report.key_figures
+
+
+def test_the_command_prints_the_text_of_a_saved_report(tmp_path):
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(64, 8)
+    devices = ["cpu"] * 3
+    with Pipeline(model, x[:8], loss_fn=nn.functional.mse_loss, devices=devices, num_stages=2) as pipe:
+        pipe.step(x, target=x)
+        pipe.report().save(tmp_path / "report.txt")
+        pipe.plan.save(tmp_path / "plan.json")
+        pipe.trace.to_chrome(tmp_path / "trace.json")
+    arguments = ["report", str(tmp_path / "plan.json"), str(tmp_path / "trace.json"), "--width", "120"]
+    shown = CliRunner().invoke(main, arguments).stdout
+    assert "1 device of 3 unused" in shown
+    assert "the measured step is the first step" in shown
+    assert shown == (tmp_path / "report.txt").read_text()
+
+
+def test_a_text_file_of_the_command_has_the_width_that_is_asked_for(tmp_path):
+    plan = plan_of("1f1b", 4, 32)
+    plan.save(tmp_path / "plan.json")
+    for width in (40, 250):
+        arguments = ["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "a.txt"), "--width", str(width)]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        assert (tmp_path / "a.txt").read_text() == f"{Report(plan).text(width)}\n"
+
+
+# ---- like with like --------------------------------------------------------------------------------------------------
+
+
+def speeds_of(text):
+    return re.findall(r"([\d.]+x (?:faster|slower)|as fast)", text)
+
+
+@given(st.floats(0.2, 3), st.booleans(), st.booleans())
+@settings(max_examples=30)
+def test_a_speed_divides_only_measured_by_measured_or_predicted_by_predicted(factor, own_ran, alone_ran):
+    own = replace(TAKEN, measured_s=0.04 if own_ran else None)
+    alone = replace(ALONE, measured_s=0.06 if alone_ran else None)
+    plan = plan_of(alternatives=(own, alone))
+    figure = Report(plan, measured_of(plan, factor, factor)).key_figures[0]
+    if own_ran and alone_ran:
+        assert (figure.value, "both measured in trial runs" in figure.note) == ("1.50x faster", True)
+    else:
+        assert (figure.value, "both predicted by the search" in figure.note) == ("3.00x faster", True)
+
+
+@given(st.floats(0.2, 3), st.floats(0.2, 3))
+@settings(max_examples=30)
+def test_no_bound_contradicts_the_step_beside_it(one, other):
+    """A bound for predicted times can be above a measured step: so both bounds say which times they hold for."""
+    plan = plan_of()
+    report = Report(plan, measured_of(plan, one, other))
+    predicted, measured = (
+        next(line for line in report.lines if line.startswith(f"with the {word} times"))
+        for word in ("predicted", "measured")
+    )
+    assert "the predicted step is 15.4% above this bound" in predicted
+    found = re.search(r"the bound is ([\d.]+) ms; the measured step is ([\d.]+)% above it", measured)
+    assert found
+    assert float(found[1]) <= report.measured.makespan_s * 1e3 * 1.001
+
+
+def test_a_measured_step_below_the_bound_of_its_median_times_shows_no_number():
+    """One action was faster than the other actions of its kind."""
+    plan = plan_of(num_ranks=1)
+    spans = list(measured_of(plan, 1).spans)
+    spans[-1] = spans[-1]._replace(end_s=spans[-1].end_s - 1e-3)
+    lines = Report(plan, Trace(tuple(spans), 1)).lines
+    assert "with the measured times, no schedule of these stages on these ranks can be clearly faster" in lines
+
+
+def test_every_head_of_the_tables_says_predicted_or_measured():
+    plan = plan_of(alternatives=(TAKEN, EQUAL))
+    for report in (Report(plan), Report(plan, measured_of(plan, 1, 1.2))):
+        for table in report.tables:
+            said = f"{table.title} {table.columns}"
+            assert "predicted" in said.lower()
+
+
+def test_a_saved_trace_keeps_its_name_bound_and_notes(tmp_path):
+    trace = replace(plan_of().predicted(), notes=("the machine was busy",))
+    trace.to_chrome(tmp_path / "trace.json")
+    again = Trace.load(tmp_path / "trace.json")
+    assert (again.name, again.bound_s, again.notes) == ("1f1b", trace.bound_s, ("the machine was busy",))
+    assert Trace.from_dict(trace.to_dict()).notes == trace.notes
+    others = json.loads((tmp_path / "trace.json").read_text())
+    for other in ({"version": 1}, {}):
+        (tmp_path / "trace.json").write_text(json.dumps(others | {"otherData": other}))
+        assert Trace.load(tmp_path / "trace.json").notes == ()
+    for wrong in ([], {"pipesched": []}, {"pipesched": {"notes": 1}}, {"pipesched": {"unknown": 1}}):
+        (tmp_path / "trace.json").write_text(json.dumps(others | {"otherData": wrong}))
+        with pytest.raises(ScheduleError, match=r"trace\.json: "):
+            Trace.load(tmp_path / "trace.json")
+
+
+# ---- optimizer states ------------------------------------------------------------------------------------------------
+
+
+def memory_of(plan):
+    table = next(table for table in Report(plan).tables if table.title == "Memory, predicted")
+    return dict(zip(table.columns, (cell.value for cell in table.rows[0]), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", adamw])
+def test_memory_shows_the_optimizer_of_tune(optimizer):
+    """Adam keeps two values for each weight."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(4, 64)
+    plan = pipesched.tune(
+        model, x, num_ranks=2, batch_size=16, num_microbatches=4, num_stages=2, schedule="1f1b", optimizer=optimizer
+    )
+    held = memory_of(plan)
+    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+
+
+def test_memory_shows_the_optimizer_of_a_table_and_its_part_in_replicas():
+    row = {
+        "forward_ms": 2,
+        "backward_ms": 4,
+        "parameter_bytes": 10**6,
+        "output_bytes": 10**5,
+        "activation_bytes": 10**6,
+    }
+    known = pipesched.Profile.from_table([{"name": f"layer {at}", **row} for at in range(4)], rows=4)
+    whole = memory_of(pipesched.tune_profile(known, num_ranks=2, batch_size=32, num_stages=2, schedule="1f1b"))
+    assert whole["optimizer"] == 2 * whole["parameters"]
+    axes = {"pipeline": 2, "replicate": 2}
+    options = {"num_ranks": 4, "batch_size": 64, "axes": axes, "zero": 1, "num_stages": 2, "schedule": "1f1b"}
+    divided = memory_of(pipesched.tune_profile(known, **options))
+    assert divided["optimizer"] == divided["parameters"] == whole["parameters"]
+
+
+def test_memory_shows_the_optimizer_of_a_pipeline_without_a_limit():
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(16, 64)
+    options = {"loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * 2, "schedule": "1f1b", "optimizer": adamw}
+    with Pipeline(model, x[:4], **options) as pipe:
+        before = memory_of(pipe.report().plan)
+        pipe.step(x, target=x)
+        after = memory_of(pipe.report().plan)
+    for held in (before, after):
+        assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)

@@ -50,10 +50,18 @@ def test_a_report_says_how_much_of_both_is_hidden(trace):
     plan = type(
         "NoPlan",
         (),
-        {"costs": None, "alternatives": (), "partition": None, "ties": (), "bound_in_words": lambda *_: ()},
+        {
+            "costs": None,
+            "alternatives": (),
+            "partition": None,
+            "ties": (),
+            "notes": (),
+            "bound_in_words": lambda *_: (),
+        },
     )()
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
-        "gradient reductions and weight gathers: 50.0% of their time is in bubbles, 16.7% overlaps with compute, and "
+        "predicted gradient reductions and weight gathers: 50.0% of their time is in bubbles, "
+        "16.7% overlaps with compute, and "
         "33.3% makes ranks wait"
     ) in said

@@ -52,10 +52,18 @@ def test_a_report_says_how_much_is_hidden(trace):
     plan = type(
         "NoPlan",
         (),
-        {"costs": None, "alternatives": (), "partition": None, "ties": (), "bound_in_words": lambda *_: ()},
+        {
+            "costs": None,
+            "alternatives": (),
+            "partition": None,
+            "ties": (),
+            "notes": (),
+            "bound_in_words": lambda *_: (),
+        },
     )()
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
-        "gradient reductions: 50.0% of their time is in bubbles, 25.0% overlaps with compute, and 25.0% comes" in said
+        "predicted gradient reductions: 50.0% of their time is in bubbles, 25.0% overlaps with compute, and 25.0% comes"
+        in said
     )
     assert "reductions" not in "\n".join(findings(plan, simulate(PLAIN, COSTS), None, None, []))

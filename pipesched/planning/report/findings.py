@@ -6,6 +6,7 @@ from dataclasses import replace
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
+from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import Comparison, measured_costs, quote_off
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_speed, quote_time
@@ -13,6 +14,7 @@ from pipesched.units import counted, quote_speed, quote_time
 __all__ = ["findings", "step_times"]
 
 _OTHERWISE = 0.001  # two predictions are regarded as different if they differ by more than this fraction
+_ROUNDING = 1e-9  # a step this close to its bound has reached it: sums of times are rounded
 _BASELINES = {"equal split": "an equal split", "one device": "one device"}
 
 
@@ -30,7 +32,7 @@ def findings(
         predicted: the predicted step.
         measured: the measured step.
         comparison: the comparison of the predicted with the measured step.
-        notes: sentences to insert after the step time and the bubble.
+        notes: sentences to insert after the step time and the bubble, before those of the plan and the measured step.
 
     """
     return [
@@ -39,9 +41,12 @@ def findings(
         *_bubble(comparison),
         *_communication(predicted),
         *notes,
+        *plan.notes,
+        *(measured.notes if measured is not None else ()),
         *_searched(plan, predicted),
         *_confirmed(plan),
         *_bound(plan, predicted),
+        *_measured_bound(plan, measured, comparison),
         *_gains(plan),
         *_bottleneck(plan),
         *map(str, plan.ties),
@@ -96,7 +101,8 @@ def _communication(predicted: Trace | None) -> Iterator[str]:
     in_bubbles, under_compute, exposed = (f"{part / sum(parts):.1%}" for part in parts)
     gathers = Kind.UNSHARD in predicted.kinds
     yield (
-        f"gradient reductions{' and weight gathers' if gathers else ''}: {in_bubbles} of their time is in bubbles, "
+        f"predicted gradient reductions{' and weight gathers' if gathers else ''}: {in_bubbles} of their time is in "
+        f"bubbles, "
         f"{under_compute} overlaps with compute, and "
         f"{exposed} {'makes ranks wait' if gathers else 'comes after the last backward'}"
     )
@@ -129,9 +135,30 @@ def _confirmed(plan: Plan) -> Iterator[str]:
 
 
 def _bound(plan: Plan, predicted: Trace | None) -> Iterator[str]:
-    """Yield a sentence that compares the predicted step time with its lower bound."""
+    """Yield a sentence that compares the predicted step time with the lower bound for the predicted times."""
     if predicted is not None:
-        yield from plan.bound_in_words(predicted)
+        yield from (f"with the predicted times, {sentence}" for sentence in plan.bound_in_words(predicted))
+
+
+def _measured_bound(plan: Plan, measured: Trace | None, comparison: Comparison | None) -> Iterator[str]:
+    """Yield a sentence that compares the measured step time with the lower bound for the measured times.
+
+    The bound uses the median time of each kind of action. A step can be faster if its other actions are.
+    """
+    if measured is None or comparison is None or comparison.step_s is None:
+        return
+    program = plan.program
+    bound_s = measured.bound_s
+    if bound_s is None and measured.num_microbatches == program.num_microbatches:
+        bound_s = program_bound(program, measured_costs([measured], program.num_stages, plan.costs))
+    if not bound_s:
+        return
+    above = measured.makespan_s / bound_s - 1
+    if above > -_ROUNDING:
+        above = max(0.0, above)
+        yield f"with the measured times, the bound is {quote_time(bound_s)}; the measured step is {above:.1%} above it"
+    else:
+        yield "with the measured times, no schedule of these stages on these ranks can be clearly faster"
 
 
 def _gains(plan: Plan) -> Iterator[str]:
@@ -152,8 +179,8 @@ def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]
     The third result is a text that says whether the times were measured or predicted.
     """
     if own.measured_s and other.measured_s:
-        return own.measured_s, other.measured_s, "measured"
-    return own.step_s, other.step_s, "the search predicted"
+        return own.measured_s, other.measured_s, "measured in trial runs"
+    return own.step_s, other.step_s, "predicted by the search"
 
 
 def _faster(ratio: float, name: str) -> str:
@@ -165,4 +192,4 @@ def _faster(ratio: float, name: str) -> str:
 def _bottleneck(plan: Plan) -> Iterator[str]:
     """Yield a sentence that names the slowest stage and states whether the split is optimal."""
     if plan.partition is not None:
-        yield plan.partition.with_class_names(plan.layer_classes).verdict
+        yield f"predicted {plan.partition.with_class_names(plan.layer_classes).verdict}"

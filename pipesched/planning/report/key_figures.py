@@ -30,35 +30,34 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
 
 
 def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
-    """Return the speed compared with the one-device plan or, if there is none, with all compute on one rank."""
+    """Return the speed compared with the one-device plan or, if there is none, with all compute on one rank.
+
+    Both times are measured in trial runs, or both are predicted.
+    """
     label = "compared to one device"
     count = plan.replication.num_replicas if plan.replication else 1
     if predicted.num_ranks == count == 1:
         return KeyFigure(label, "the same", "the plan uses one device")
     own = taken(plan.alternatives)
     alone = fastest(plan.alternatives, "one device")
-    own_s, how = predicted.makespan_s, "predicted"
-    if comparison is not None and comparison.step_s is not None:
-        own_s, how = comparison.step_s.measured, "measured"
-    elif own is not None and alone is not None:
-        own_s, _, how = step_times(own, alone)
-    if alone is None:
-        alone_s = sum(predicted.busy_s) * count
-        source = "all stages' compute, predicted"
-    elif alone.measured_s is not None and how != "the search predicted":
-        alone_s, source = alone.measured_s, "one device, measured"
+    if own is not None and alone is not None:
+        own_s, alone_s, how = step_times(own, alone)
     else:
-        alone_s, source = alone.step_s, "one device, predicted"
+        own_s, alone_s, how = predicted.makespan_s, sum(predicted.busy_s) * count, "predicted, from all stages' compute"
     speed = quote_speed(alone_s / own_s) if own_s else "not known"
-    how = how.removeprefix("the search ")
-    return KeyFigure(label, speed, f"{quote_time(own_s)} a step ({how}) instead of {quote_time(alone_s)} ({source})")
+    note = f"{quote_time(own_s)} a step instead of {quote_time(alone_s)}, both {how}"
+    if comparison is not None and comparison.step_s is not None:
+        note += f"; the last step took {quote_time(comparison.step_s.measured)} (measured)"
+    return KeyFigure(label, speed, note)
 
 
 def _bubble(predicted: Trace, comparison: Comparison | None) -> KeyFigure:
     if comparison is None:
         return KeyFigure("bubble", f"{predicted.bubble_ratio:.1%}", "of the ranks' time is idle (predicted)")
     both = comparison.bubble_ratio
-    return KeyFigure("bubble", f"{both.measured:.1%}", f"of the ranks' time is idle; predicted {both.predicted:.1%}")
+    return KeyFigure(
+        "bubble", f"{both.measured:.1%}", f"of the ranks' time is idle (measured); predicted {both.predicted:.1%}"
+    )
 
 
 def _slowest(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:

@@ -25,7 +25,7 @@ _TIMED = tuple(kind for kind in Kind if kind.row.label and kind.row.number == "m
 _STAGES = "Times {sizes}per micro-batch. {kinds}"
 _SIZES = " kept: activations held for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
-_MEMORY = "Predicted peak memory of each rank."
+_MEMORY = "Peak memory of each rank."
 _AXES = (
     "sent, time: largest value of any rank, per step. exposed: the time by which communication lengthens the step. "
     "hidden: the rest of the communication time."
@@ -57,7 +57,7 @@ def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
 def _axes(plan: Plan) -> Table | None:
     """Return a table with the communication on each axis; None if the plan is not for replicas."""
     rows = [_axis(own) for own in plan.communication()] if plan.replication is not None else []
-    return Table.of("Communication", rows, ("axis",), _AXES) if rows else None
+    return Table.of("Communication, predicted", rows, ("axis",), _AXES) if rows else None
 
 
 def _axis(own: AxisCommunication) -> _Row:
@@ -137,7 +137,7 @@ def _stages(plan: Plan) -> Table:
             row["parameters"] = Cell(quote_count(count), count)
         rows.append(row)
     note = _STAGES.format(sizes="and sizes " if has_sizes else "", kinds=_in_words(kinds)) if costs else ""
-    return Table.of("Stages", rows, ("first .. last",), note + _SIZES if has_sizes else note)
+    return Table.of("Stages, predicted", rows, ("first .. last",), note + _SIZES if has_sizes else note)
 
 
 def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> Table | None:
@@ -148,11 +148,11 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
         own = [str(stage) for stage, place in enumerate(plan.program.placement) if place == rank]
         row = {"rank": count_cell(rank), "stages": Cell(" ".join(own))}
         if comparison is None:
-            row["busy"] = share_cell(predicted.busy_ratios[rank])
+            row["busy, predicted"] = share_cell(predicted.busy_ratios[rank])
         else:
             busy = comparison.busy[rank]
             row |= {"busy, predicted": share_cell(busy.predicted), "busy, measured": share_cell(busy.measured)}
-        row["in flight"] = count_cell(predicted.peak_in_flight[rank])
+        row["in flight, predicted"] = count_cell(predicted.peak_in_flight[rank])
         rows.append(row)
     return Table.of("Ranks", rows, ("stages",), _RANKS)
 
@@ -173,7 +173,7 @@ def _memory(plan: Plan) -> Table | None:
         if limit is not None:
             row["margin"] = margin_cell(limit - need.total_bytes)
         rows.append(row)
-    return Table.of("Memory", rows, (), _MEMORY, ("total",))
+    return Table.of("Memory, predicted", rows, (), _MEMORY, ("total",))
 
 
 def _in_words(kinds: Iterable[Kind]) -> str:

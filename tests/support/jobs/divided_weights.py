@@ -19,6 +19,7 @@ from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.stage import split_backward
 from pipesched.testing import reference_step
 from tests.support.jobs.zero import MICROBATCHES, ROWS, batch, made, momentum, plain, tied
+from tests.support.saved_reports import read_again
 
 
 class Loop:
@@ -145,7 +146,10 @@ def report(group: Any) -> tuple[str, set[str]]:
         run(pipe.step, 0, replica)
         assert pipe.predicted.hidden_communication is not None
         assert pipe.plan.completed.gathers == (1, 1)
-        return f"{pipe.plan.explain()}\n{pipe.report()}", {str(span.action.kind) for span in pipe.trace.spans}
+        made = pipe.report()
+        assert read_again(made).text() == made.text()
+        assert "optimizer" in next(table for table in made.tables if table.title == "Memory, predicted").columns
+        return f"{pipe.plan.explain()}\n{made}", {str(span.action.kind) for span in pipe.trace.spans}
 
 
 def own_program(group: Any) -> None:

@@ -12,6 +12,7 @@ from pipesched import Distributed, Pipeline, StepLog, schedules
 from pipesched.errors import InputError, PipeschedError
 from pipesched.testing import reference_step
 from tests.support.models import compare_step, mixed_model
+from tests.support.saved_reports import read_again
 
 
 def pipeline(group: Any, name: str, model: nn.Module, **options: Any) -> Pipeline:
@@ -62,6 +63,8 @@ def train_with_optimizer(group: Any) -> None:
         whole, report, said = pipe.full_state_dict(), pipe.report(), StepLog(pipe, show=None)(0.5)
         assert (said is None) == (group.rank() > 0)
         assert said is None or len(said.busy) == group.size()
+        assert read_again(report).text() == report.text()
+        assert "optimizer" in next(table for table in report.tables if table.title == "Memory, predicted").columns
         assert len(report.comparison.stages) == len(report.comparison.busy) == group.size()
         assert whole.keys() == expected.state_dict().keys()
         assert all(torch.equal(whole[key], value) for key, value in expected.state_dict().items())
