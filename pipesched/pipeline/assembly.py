@@ -37,6 +37,7 @@ from pipesched.planning.advice import NO_ADVICE, Advice
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
+from pipesched.profiling.optimizer_memory import Upkeep
 from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer
 from pipesched.program.program import Program
@@ -156,6 +157,9 @@ class Assembly:
         }
         #: The stages' memory needs; None until they are measured.
         self.sizes: Sequence[StageSizes] | None = None
+        #: The memory that the optimizer of each stage needs for its parameters, and for the rows that this replica
+        #: updates, keyed by stage and by whether it is for the rows.
+        self.upkeeps: dict[tuple[int, bool], Upkeep] = {}
         #: One Body for each stage that holds its own weights. A Body runs the layers of a stage.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)

@@ -1,11 +1,12 @@
 """Memory forecast: predicts each rank's peak memory, and checks batches against the memory limits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipesched.capture.captured_model import CapturedModel
 from pipesched.errors import MemoryLimitError
@@ -15,7 +16,7 @@ from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.planned_rows import PlannedRows
 from pipesched.pipeline.running_plan import RunningPlan
-from pipesched.profiling.optimizer_memory import another, upkeep_of
+from pipesched.profiling.optimizer_memory import Upkeep, another, upkeep_of
 from pipesched.profiling.replica_buffers import StageReplicas
 from pipesched.profiling.stage_memory_probe import StageSizes, costs_with, messages_of, stage_sizes
 from pipesched.program.program import Program
@@ -180,11 +181,11 @@ class MemoryForecast:
         sizes = zip(costs.weight_bytes, costs.gathered_bytes, costs.gradient_bytes, strict=True)
         for stage, (own_weights, others, gradients) in enumerate(sizes):
             weights = own_weights + others
-            upkeep = upkeep_of(make, assembly.parameters(stage))
+            upkeep = self._upkeep(make, stage, assembly.parameters(stage))
             whole = part = ModelStates(weights, gradients, upkeep.state_bytes)
             if self._shards(stage) is not None:
                 rows = self._updated(stage)
-                upkeep = upkeep_of(make, rows)
+                upkeep = self._upkeep(make, stage, rows, divided=True)
                 size = sum(own.nbytes for own in rows)
                 part = ModelStates(size, sum(own.nbytes for own in rows if own.requires_grad), upkeep.state_bytes)
             held.append(held_states(whole, part, zero=assembly.zero))
@@ -198,6 +199,15 @@ class MemoryForecast:
             optimizer_bytes=tuple(own.optimizer for own in held),
             update_transient_bytes=tuple(transients),
         )
+
+    def _upkeep(
+        self, make: Callable[[list[Any]], Optimizer], stage: int, parameters: Sequence[Tensor], *, divided: bool = False
+    ) -> Upkeep:
+        """Return the memory that an optimizer needs for a stage's parameters. The result is kept for the assembly."""
+        known = self._running.assembly.upkeeps
+        if (stage, divided) not in known:
+            known[stage, divided] = upkeep_of(make, parameters)
+        return known[stage, divided]
 
     def _with_shards(self, costs: Costs) -> Costs:
         """Return the costs, adjusted for weights that are sharded with ``fully_shard``.

@@ -119,9 +119,14 @@ class StepHistory:
         """Return the running plan of the user's model, with ``costs`` and the sizes of the optimizers' states."""
         running = self._running
         costs = self.costs
-        plan = running.plan(self._cost_model, model, None if costs is None else self._memory.with_states(costs))
+        unknown = []
+        try:
+            costs = None if costs is None else self._memory.with_states(costs)
+        except Exception as error:  # an optimizer may step only the user's own parameters
+            unknown = [f"the memory of the optimizer is not known: it cannot step other parameters ({error})"]
+        plan = running.plan(self._cost_model, model, costs)
         rows = max(running.rows, default=None) if self._earlier else self._rows_of_layers
-        notes = (*self._cost_model.notes, *self._notes_of_prediction(), *running.unused_devices)
+        notes = (*self._cost_model.notes, *self._notes_of_prediction(), *unknown, *running.unused_devices)
         return replace(plan, notes=notes, microbatch_rows=None if costs is None else rows)
 
     @property

@@ -789,3 +789,21 @@ def test_memory_shows_the_optimizer_of_a_pipeline_without_a_limit():
         after = memory_of(pipe.report().plan)
     for held in (before, after):
         assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+
+
+def test_a_pipeline_whose_optimizer_steps_only_its_own_parameters_has_a_plan():
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(16, 8)
+    for parameter in model.parameters():
+        parameter.scale = 0.1
+
+    class Scaled(torch.optim.SGD):
+        def step(self, closure=None):
+            assert all(parameter.scale for group in self.param_groups for parameter in group["params"])
+            return super().step(closure)
+
+    options = {"devices": ["cpu"] * 2, "schedule": "1f1b", "optimizer": lambda parameters: Scaled(parameters, lr=0.1)}
+    with Pipeline(model, x[:4], loss_fn=nn.functional.mse_loss, **options) as pipe:
+        pipe.step(x, target=x)
+        report = pipe.report()
+    assert "optimizer" not in memory_of(report.plan)
+    assert any(line.startswith("the memory of the optimizer is not known") for line in report.lines)
