@@ -807,3 +807,19 @@ def test_a_pipeline_whose_optimizer_steps_only_its_own_parameters_has_a_plan():
         report = pipe.report()
     assert "optimizer" not in memory_of(report.plan)
     assert any(line.startswith("the memory of the optimizer is not known") for line in report.lines)
+
+
+@pytest.mark.parametrize("width", [40, 250])
+def test_the_timelines_of_tune_have_the_width_that_is_asked_for(width, tmp_path):
+    row = "{},2,4,1000000,100000,1000000"
+    head = "name,forward_ms,backward_ms,parameter_bytes,output_bytes,activation_bytes"
+    (tmp_path / "layers.csv").write_text("\n".join([head, *(row.format(f"layer {at}") for at in range(8))]))
+    options = "--rows 4 --batch 128 --microbatches 32 --ranks 8 --schedule 1f1b".split()
+    where = ["-o", str(tmp_path / "a.txt"), "--width", str(width)]
+    ran = CliRunner().invoke(main, ["tune", "--table", str(tmp_path / "layers.csv"), *options, *where])
+    assert ran.exit_code == 0, ran.output
+    for text in (ran.stdout, (tmp_path / "a.txt").read_text()):
+        drawn = [line for line in text.splitlines() if re.match(r"rank \d \| ", line)]
+        assert len(drawn) == 8
+        assert max(map(len, drawn)) <= width
+        assert ("█" in drawn[0]) == (width == 40)
