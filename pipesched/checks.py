@@ -20,7 +20,9 @@ __all__ = [
     "check_number",
     "check_size",
     "check_type",
+    "is_cost",
     "is_count",
+    "is_size",
     "is_text",
     "is_whole",
     "short_signature",
@@ -115,21 +117,30 @@ def as_path(path: Any) -> Path:
     return Path(path)
 
 
+def is_cost(value: Any) -> bool:
+    """Return whether ``value`` is a number, 0 <= ``value`` < `LARGEST`. Booleans do not count as numbers."""
+    number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
+    return bool(0 <= number < LARGEST)
+
+
+def is_size(value: Any) -> bool:
+    """Return whether ``value`` is a whole number of bytes, 0 <= ``value`` < `LARGEST_SIZE`."""
+    return is_whole(value) and 0 <= value < LARGEST_SIZE
+
+
 def check_number(value: Any, what: str) -> None:
-    """Raise ScheduleError unless 0 <= ``value`` < `LARGEST`. ``what`` names the value in the error."""
+    """Raise ScheduleError unless `is_cost`. ``what`` names the value in the error."""
+    if is_cost(value):
+        return
     number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
     if not 0 <= number < math.inf:
         raise ScheduleError(f"costs must be finite and not negative; {what} is {shown(value)}; measure it again")
-    if number >= LARGEST:
-        raise ScheduleError(f"costs must be below {LARGEST:.1e}; {what} is {shown(value)}; measure it again")
+    raise ScheduleError(f"costs must be below {LARGEST:.1e}; {what} is {shown(value)}; measure it again")
 
 
 def check_size(value: Any, what: str) -> None:
-    """Raise ScheduleError unless ``value`` is an integer and 0 <= ``value`` < `LARGEST_SIZE`.
-
-    ``what`` names the value in the error.
-    """
-    if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
+    """Raise ScheduleError unless `is_size`. ``what`` names the value in the error."""
+    if not is_size(value):
         raise ScheduleError(
             f"sizes must be whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again"
         )

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 __all__ = [
     "Unit",
     "and_more",
+    "as_bytes",
     "byte_unit",
     "counted",
     "parse_bytes",
@@ -75,11 +77,19 @@ def and_more(names: Sequence[object]) -> str:
 
 def parse_bytes(text: str) -> int | None:
     """Convert a size such as ``16GB``, ``16 GiB`` or ``2e9`` to bytes: GB is 10**9 and GiB 2**30. None: not a size."""
-    match = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(
+        r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d\d?)?) *(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE | re.ASCII
+    )
     if match is None:
         return None
     number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
+
+
+def as_bytes(size: Any) -> Any:
+    """Convert a size that is given as text to bytes. Other values, and text that is not a size, are returned as is."""
+    parsed = parse_bytes(size) if isinstance(size, str) else None
+    return size if parsed is None else parsed
 
 
 def quote_count(count: int) -> str:

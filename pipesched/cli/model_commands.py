@@ -128,7 +128,7 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
         write(figure.savefig, output)
 
 
-@click.command(short_help="Search for the fastest plan for a model, a profile or a table of layers.")
+@click.command(short_help="Search for the fastest plan for a model, a profile or a table.")
 @click.argument("model", required=False)
 @click.option("--table", type=INPUT, help="A CSV file with a row for each layer, in place of MODEL. Needs no torch.")
 @click.option("--rows", type=click.IntRange(min=1), help="Rows of the micro-batch whose costs the table has.")
@@ -234,9 +234,12 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     """Search for a plan for a model, a saved profile or a table. Torch is imported only for a model."""
     import pipesched
 
-    if (model is None) == (table is None) or (table is None and rows is not None):
-        got = "--rows without --table" if model and rows else "both" if model else "neither"
+    if (model is None) == (table is None):
+        got = "both" if model else "neither"
         raise click.UsageError(f"tune needs MODEL, or --table with a CSV file; got {got}; pass one of them")
+    for option, only, is_passed in (("--rows", "--table", rows and model), ("--confirm", "MODEL", confirm and table)):
+        if is_passed:
+            raise click.UsageError(f"{option} goes with {only} only; got {option} without {only}; leave {option} out")
     options: dict[str, Any] = {
         "num_ranks": ranks,
         "batch_size": batch,

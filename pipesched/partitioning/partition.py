@@ -40,7 +40,7 @@ def partition(
     communication: Communication = "none",
     bandwidth_bytes_per_s: float | None = None,
     latency_s: float = 0,
-    memory_limit_bytes: float | Sequence[float] | None = None,
+    memory_limit_bytes: float | str | Sequence[float | str] | None = None,
     in_flight: InFlight | None = None,
     weight_copies: float = 4,
     speeds: Sequence[float] | None = None,
@@ -80,7 +80,8 @@ def partition(
         bandwidth_bytes_per_s: the bandwidth of the link between stages, required unless communication is "none". A
             tensor that skips stages crosses every cut on its way.
         latency_s: the latency of the link, in seconds. Default: 0.
-        memory_limit_bytes: the memory of each rank: one number for all ranks, or one for each rank. Default: no limit.
+        memory_limit_bytes: the memory of each rank, in bytes or as text such as "16GB" (10**9 bytes) or "16GiB" (2**30
+            bytes): one limit for all ranks, or one for each rank. Default: None (no limit).
         in_flight: the number of micro-batches in flight on each stage: a list with a number for each stage, or a
             function of (stage, num_stages) that returns the number. Default: 1.
         weight_copies: the size of parameters, gradients and optimizer state, as a multiple of the parameters' size.

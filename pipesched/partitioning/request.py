@@ -17,7 +17,7 @@ from pipesched.partitioning.problem import Communication, CutProblem, Pin
 from pipesched.partitioning.slots import RankCapacity, RankLayout, fixed_order, free_order, placed
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.links import Link
-from pipesched.units import counted
+from pipesched.units import as_bytes, counted
 
 __all__ = ["InFlight", "Request"]
 
@@ -35,7 +35,7 @@ class Request:
     communication: Communication = "none"
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 0
-    memory_limit_bytes: float | Sequence[float | None] | None = None
+    memory_limit_bytes: float | str | Sequence[float | str | None] | None = None
     in_flight: InFlight | None = None
     weight_copies: float = 4
     speeds: Sequence[float] | None = None
@@ -139,7 +139,7 @@ class Request:
     def limits(self) -> list[int | None]:
         """The memory limit of each rank in bytes, or None if there is no limit."""
         limits = _one_each(self.memory_limit_bytes, self.num_ranks, "memory_limit_bytes")
-        return [None if limit is None else int(_number(limit, "memory_limit_bytes")) for limit in limits]
+        return [None if limit is None else _bytes(limit) for limit in limits]
 
     @cached_property
     def speeds_of_ranks(self) -> list[Fraction]:
@@ -260,6 +260,16 @@ def _number(value: Any, what: str) -> Any:
     except ScheduleError as error:
         raise PartitionError(str(error)) from None
     return value
+
+
+def _bytes(limit: Any) -> int:
+    size: Any = as_bytes(limit)
+    if isinstance(size, str):
+        raise PartitionError(
+            f"memory_limit_bytes must be a number of bytes, or text such as '16GiB'; got {shown(size)}; for example, "
+            f"pass 16 * 2**30"
+        )
+    return int(_number(size, "memory_limit_bytes"))
 
 
 def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """Options: settings of a Pipeline that few users change, for the search, the numerics and a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, TypeVar, get_args
@@ -11,7 +11,7 @@ from pipesched.capture.loss_reduction import LossReduction
 from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import InputError
 from pipesched.model.parameter_order import ParameterOrder
-from pipesched.planning.search_request import Offload, check_offload
+from pipesched.planning.search_request import MemoryLimit, Offload, check_offload
 from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.runtime.gradients.rules import GradientRules, OnNonfinite
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
@@ -40,8 +40,9 @@ class Search:
         Pipeline(model, sample, devices=devices, search=Search(memory_limit_bytes=16 << 30))
 
     Args:
-        memory_limit_bytes: the maximum number of bytes that a rank may hold, including the states of ``optimizer=``:
-            one number for all ranks, or one per rank. Default: None (no limit).
+        memory_limit_bytes: the memory that a rank may hold, including the states of ``optimizer=``, in bytes or as text
+            such as "16GB" (10**9 bytes) or "16GiB" (2**30 bytes): one limit for all ranks, or one per rank. Default:
+            None (no limit).
         batch_size: the number of rows in a step. If you pass it, the search also chooses the number of micro-batches,
             provided that neither BatchNorm nor the loss combines rows. Default: the sample's rows times the number of
             micro-batches.
@@ -58,7 +59,7 @@ class Search:
 
     """
 
-    memory_limit_bytes: int | Sequence[int] | None = None
+    memory_limit_bytes: MemoryLimit | None = None
     batch_size: int | None = None
     profile: Profile | str | PathLike[str] | None = None
     links: Links | None = None

@@ -100,7 +100,7 @@ class ProfileSearch:
             num_ranks=self.num_ranks,
             batch_size=self.batch_size,
             request=self.request,
-            axes=self.axes or "auto",
+            axes="auto" if self.axes is None else self.axes,
             zero=self.zero,
             memory_limit_bytes=self.memory_limit_bytes,
             links=self.links,

@@ -24,7 +24,7 @@ from pipesched.simulation.memory import AHEAD
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
-from pipesched.units import counted, parse_bytes
+from pipesched.units import as_bytes, counted
 
 __all__ = ["EFFORT", "MemoryLimit", "Offload", "SearchRequest", "check_offload", "has_updates", "limits_of"]
 
@@ -312,14 +312,14 @@ def limits_of(given: MemoryLimit | None, num_ranks: int) -> tuple[int, ...] | No
     """Return one memory limit per rank; None if there are no limits. Raises PartitionError for invalid limits."""
     if given is None:
         return None
-    limits = [given] * num_ranks if isinstance(given, str) or not isinstance(given, Sequence) else list(given)
-    sizes = [parse_bytes(limit) if isinstance(limit, str) else limit for limit in limits]
+    limits = list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given] * num_ranks
+    sizes: list[Any] = [as_bytes(limit) for limit in limits]
     if len(sizes) != num_ranks or not all(map(_is_size, sizes)):
         raise PartitionError(
             f"memory_limit_bytes must be a positive number of bytes, which applies to each rank, or a list with one "
             f"number for each rank ({num_ranks} in all); got {shown(given)}; for example, pass 16 * 2**30, or '16GiB'"
         )
-    return tuple(int(size) for size in sizes if size is not None)
+    return tuple(map(int, sizes))
 
 
 def _is_size(limit: Any) -> bool:

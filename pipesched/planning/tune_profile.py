@@ -1,6 +1,6 @@
 """Tune profile: search for the plan with the shortest step from a profile, without torch and without the devices."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from os import PathLike
 
 from pipesched.checks import check_type
@@ -34,7 +34,7 @@ def tune_profile(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     boundaries: Boundaries | None = None,
-    together: Collection[Collection[str]] = (),
+    together: Sequence[Collection[str]] = (),
     checkpoint: Checkpoint | None = None,
     links: Links | None = None,
     all_ranks: bool = False,
@@ -111,7 +111,7 @@ def tune_profile(
             num_microbatches=num_microbatches,
             boundaries=boundaries,
             checkpoint=checkpoint,
-            together=tuple(together),
+            together=together,
         ),
         memory_limit_bytes=memory_limit_bytes,
         links=links,

@@ -20,7 +20,7 @@ from pipesched.checks import shown
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.named_parameters import NamedParameters
 from pipesched.profiling.optimizer_memory import Upkeep, upkeep_of
-from pipesched.simulation.optimizer_state import OptimizerState
+from pipesched.simulation.optimizer_state import OptimizerState, without_assumption
 from pipesched.simulation.profile import Profile
 from pipesched.tensors.caller_context import intra_op
 from pipesched.torch_checks import as_device, as_optimizer
@@ -153,4 +153,4 @@ def with_updates(
     updates = measure_updates(as_optimizer(make), parameters, as_device(device), 1)
     graphs = {rows: graph.copy() for rows, graph in profile.graphs.items()}
     put_updates(graphs.values(), updates)
-    return replace(profile, graphs=graphs)
+    return replace(profile, graphs=graphs, notes=without_assumption(profile.notes))

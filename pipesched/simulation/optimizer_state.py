@@ -1,6 +1,7 @@
 """Optimizer state: the size of an optimizer's state, from the number and the size of the parameters."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,7 @@ from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.units import quote_bytes
 
-__all__ = ["OptimizerName", "OptimizerState", "StateRule"]
+__all__ = ["ASSUMED", "OptimizerName", "OptimizerState", "StateRule", "without_assumption"]
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 
@@ -16,6 +17,9 @@ OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 OptimizerState = OptimizerName | float
 
 _FLOAT_BYTES = 4
+#: The first words of a note on a cost that a table of layers lacks.
+ASSUMED = "assumed, as the table does not say: "
+_OPTIMIZER_KEEPS = f"{ASSUMED}the optimizer keeps "
 #: The number of float32 values that an optimizer keeps for each parameter.
 _VALUES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
@@ -49,14 +53,18 @@ class StateRule:
         copy = _FLOAT_BYTES if self.name and 0 < bytes_per_parameter < _FLOAT_BYTES else 0
         return self.bytes_each + copy
 
-    def size(self, num_parameters: int, parameter_bytes: int) -> int:
-        """Return the bytes of state for all of these parameters."""
-        return math.ceil(num_parameters * self.each(parameter_bytes / num_parameters)) if num_parameters else 0
+    def size(self, num_parameters: int, parameter_bytes: int, trained: float = 1) -> int:
+        """Return the bytes of state for these parameters, of which the fraction ``trained`` has gradients."""
+        each = self.each(parameter_bytes / num_parameters) if num_parameters else 0
+        return math.ceil(num_parameters * min(1, trained) * each)
 
-    def in_words(self, bytes_per_parameter: float) -> str:
-        """Describe the state for parameters of this size: ``the optimizer keeps 8 B for a parameter (adam)``."""
-        each = f"the optimizer keeps {quote_bytes(self.each(bytes_per_parameter))} for a parameter"
-        if not self.name:
-            return each
-        copy = ", with a float32 copy" if self.each(bytes_per_parameter) > self.bytes_each else ""
-        return f"{each} ({self.name}{copy})"
+    def assumed(self, bytes_per_parameter: float) -> str:
+        """Return the note of a profile whose optimizer was not given."""
+        size = quote_bytes(self.each(bytes_per_parameter))
+        copy = ", with a float32 copy of each parameter" if self.each(bytes_per_parameter) > self.bytes_each else ""
+        return f"{_OPTIMIZER_KEEPS}{size} for each parameter ({self.name}{copy})"
+
+
+def without_assumption(notes: Iterable[str]) -> tuple[str, ...]:
+    """Return the notes of a profile without `StateRule.assumed`, once the optimizer is known."""
+    return tuple(note for note in notes if not note.startswith(_OPTIMIZER_KEEPS))

@@ -16,12 +16,13 @@ from pipesched.json_files import load_json
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import FIXED, LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
-from pipesched.simulation.layer_table import Table, TableOptions, read_table, rows_of_table, write_table
-from pipesched.simulation.optimizer_state import OptimizerState, StateRule
+from pipesched.simulation.layer_table import TableOptions, read_table, rows_of_table, write_table
+from pipesched.simulation.optimizer_state import OptimizerState, StateRule, without_assumption
 from pipesched.simulation.overheads import Machine, RanksAre
 from pipesched.simulation.profile_validation import as_notes, check_graphs, check_model
 from pipesched.simulation.size_fit import SizeFit
 from pipesched.simulation.size_interpolation import figure_at
+from pipesched.simulation.table_cells import Table
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time
 from pipesched.whole_files import write_whole
@@ -62,6 +63,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_graphs(self.graphs)
+        object.__setattr__(self, "notes", as_notes(self.notes))
         if self.size_fit.layers and list(self.size_fit.layers) != list(self.layers):
             raise ScheduleError(
                 f"size_fit of a profile must have the profile's layers, in the same order; the profile has "
@@ -183,7 +185,7 @@ class Profile:
         table: Table,
         *,
         rows: int | None = None,
-        optimizer: OptimizerState = "adam",
+        optimizer: OptimizerState | None = None,
         bytes_per_parameter: float = 4,
         machine: Machine | None = None,
     ) -> "Profile":
@@ -207,8 +209,8 @@ class Profile:
             table: a list of dicts, a DataFrame, or the path of a CSV file whose first line has the names of the
                 columns.
             rows: the number of rows of the micro-batch whose costs the table has. Default: the column ``rows``.
-            optimizer: the optimizer's state, for a table without ``optimizer_bytes``: "sgd", "momentum", "adam",
-                "adamw", or the bytes of state for each parameter. Default: "adam".
+            optimizer: the optimizer's state: "sgd", "momentum", "adam", "adamw", or the bytes of state for each
+                parameter. Default: the column ``optimizer_bytes``, or the state of Adam in rows without it.
             bytes_per_parameter: the size of a parameter, for a table without ``num_parameters``. Default: 4.
             machine: the machine's links and overheads. Default: unknown.
 
@@ -220,23 +222,27 @@ class Profile:
 
         """
         options = TableOptions(optimizer=optimizer, bytes_per_parameter=bytes_per_parameter)
-        graphs, assumed = read_table(table, rows, options)
-        return cls(graphs, machine=machine or Machine(), notes=assumed)
+        known = Machine() if machine is None else machine
+        check_type(known, Machine, "machine= must be a Machine", "for example, pass the machine of a measured Profile")
+        graphs, notes = read_table(table, rows, options)
+        return cls(graphs, machine=known, notes=notes)
 
     def to_table(self, path: str | PathLike[str] | None = None) -> list[dict[str, Any]]:
         """Return the layers as the rows of a table, without columns in which all values are defaults.
 
-        ``Profile.from_table`` makes the same profile from these rows. Names of parameters, links and overheads are not
-        part of a table.
+        ``Profile.from_table`` makes layers with the same costs from these rows. Times are in milliseconds, or in
+        seconds if milliseconds would round one of them. Names of parameters, links and overheads are not part of a
+        table.
 
         Args:
             path: the CSV file to write. Default: None (no file is written).
 
         Raises:
-            ScheduleError: if a layer shares only a part of its parameters with another layer.
+            ScheduleError: a table cannot hold the profile, because a layer shares parameters with several layers, or
+                has a name that a table cannot have.
 
         """
-        lines = rows_of_table(self.graphs, TableOptions())
+        lines = rows_of_table(self.graphs)
         if path is not None:
             write_table(lines, path)
         return lines
@@ -253,11 +259,12 @@ class Profile:
         for graph in graphs.values():
             seen: set[str] = set()
             for _, node in graph.nodes(data=True):
-                fresh = [name for name in node["parameters"] if name not in seen]
-                sizes = [graph.graph["parameters"][name] for name in fresh]
-                node["optimizer_bytes"] = sum(state.size(*size) for size in sizes)
-                seen.update(fresh)
-        return replace(self, graphs=graphs)
+                fresh = [graph.graph["parameters"][name] for name in node["parameters"] if name not in seen]
+                total = node["parameter_bytes"]
+                trained = node["gradient_bytes"] / total if total and "gradient_bytes" in node else 1
+                node["optimizer_bytes"] = sum(state.size(count, size, trained) for count, size in fresh)
+                seen.update(node["parameters"])
+        return replace(self, graphs=graphs, notes=without_assumption(self.notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
@@ -280,7 +287,7 @@ class Profile:
                 values["model"], str, "the field 'model' of a profile must be the model's digest, a string", _AGAIN
             )
             size_fit = SizeFit.from_dict(values.get("size_fit", {}))
-            return cls(graphs, values["model"], machine, size_fit, as_notes(values.get("notes", ())))
+            return cls(graphs, values["model"], machine, size_fit, values.get("notes", ()))
         except PipeschedError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 import networkx as nx
 
-from pipesched.checks import check_number, check_size, check_type, is_count, shown
+from pipesched.checks import check_type, is_cost, is_count, is_size, shown
 from pipesched.errors import ScheduleError
 from pipesched.simulation.layer_costs import NEEDED
 from pipesched.units import and_more, counted
@@ -14,6 +14,7 @@ from pipesched.units import and_more, counted
 __all__ = ["as_notes", "check_graphs", "check_model"]
 
 _AGAIN = "measure the model again"
+_MOST_PROBLEMS = 12  # an error lists at most this many
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
@@ -45,10 +46,8 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
                 f"a profile must have the same edges for all micro-batch sizes; {one!r} -> {other!r} exists for only "
                 f"one of the micro-batch sizes {first} and {rows}; {_AGAIN}"
             )
-        _check_complete(graph)
         _check_parameters(graph)
-        for name, value in _numbers(graph):
-            (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {counted(rows, 'row')}")
+    _check_costs(graphs)
     for rows, graph in graphs.items():
         _check_alike(graphs[first], graph, f"{first} and {rows}")
 
@@ -77,25 +76,32 @@ def _figures(value: Any) -> Any:
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 
-def _check_complete(graph: "nx.DiGraph[str]") -> None:
-    """Raise ScheduleError unless every layer has all costs."""
+def _check_costs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
+    """Raise ScheduleError unless every layer has all costs, and all costs are valid. The error lists all problems."""
     missing: dict[str, list[str]] = {}
-    for name, node in graph.nodes(data=True):
-        for key in (*NEEDED, "parameters"):
-            if key not in node:
-                missing.setdefault(key, []).append(name)
-    if missing:
-        words = ", ".join(f"{key} of layer {and_more(names)} is missing" for key, names in missing.items())
+    wrong: list[str] = []
+    for rows, graph in graphs.items():
+        for name, node in graph.nodes(data=True):
+            for key in (*NEEDED, "parameters"):
+                if key not in node and name not in missing.setdefault(key, []):
+                    missing[key].append(name)
+        for what, value in _numbers(graph):
+            if not (is_size if "bytes" in what.split()[0] else is_cost)(value):
+                wrong.append(f"{what} for {counted(rows, 'row')} is {shown(value)}")
+    problems = [f"{key} of layer {and_more(names)} is missing" for key, names in missing.items() if names] + wrong
+    if problems:
+        more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
         raise ScheduleError(
-            f"a profile must have all costs of each layer; {words}; {_AGAIN}, or make the profile with "
-            f"Profile.from_table, which has default values"
+            f"a profile must have all costs of each layer, times as finite numbers of at least 0 and sizes as whole "
+            f"numbers of bytes below 2**48; {'; '.join(problems[:_MOST_PROBLEMS])}{more}; {_AGAIN}, or make the "
+            f"profile with Profile.from_table, which has default values"
         )
 
 
 def as_notes(values: Any) -> tuple[str, ...]:
-    """Return the notes of a saved profile. Raises ScheduleError unless they are a list of strings."""
+    """Return the notes of a profile as a tuple. Raises ScheduleError unless they are a list of strings."""
     if not isinstance(values, list | tuple) or not all(isinstance(note, str) for note in values):
-        raise ScheduleError(f"the notes of a profile must be a list of strings; got {shown(values)}; save it again")
+        raise ScheduleError(f"the notes of a profile must be a list of strings; got {shown(values)}; pass a list")
     return tuple(values)
 
 
