@@ -24,6 +24,7 @@ def html_page(
     lines: Sequence[str],
     tables: Sequence[Table],
     traces: "Sequence[tuple[str, Trace]]",
+    last: Sequence[str] = (),
 ) -> str:
     """Return the page as HTML.
 
@@ -33,6 +34,7 @@ def html_page(
         lines: the findings as sentences, the most important first.
         tables: the tables at the end of the page.
         traces: (label, trace) pairs, drawn on a common time scale.
+        last: the sentences at the end of the page.
 
     """
     parts = [
@@ -44,6 +46,7 @@ def html_page(
         *_findings(lines),
         *([_timelines(traces)] if traces else []),
         *(_table(table) for table in tables),
+        *_findings(last),
         f"</main>\n<script>{_SCRIPT}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pipesched.planning.alternatives import Alternative, fastest
+from pipesched.planning.alternatives import Alternative
 from pipesched.planning.cells import bytes_cell, count_cell, known_cell, margin_cell, share_cell, time_cell
-from pipesched.units import quote_speed
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["compared_plans"]
@@ -33,8 +32,7 @@ def compared_plans(alternatives: Sequence[Alternative]) -> Table | None:
     """Return a table of the plans that a search compared, with the reason why each was not chosen; None if empty."""
     if not alternatives:
         return None
-    equal = fastest(alternatives, "equal split")
-    rows = [_alternative(other, equal.step_s if equal else None) for other in alternatives]
+    rows = [_alternative(other) for other in alternatives]
     alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
     alike = {name: text for name, text in alike.items() if text}
@@ -45,7 +43,7 @@ def compared_plans(alternatives: Sequence[Alternative]) -> Table | None:
     )
 
 
-def _alternative(other: Alternative, equal_s: float | None) -> _Row:
+def _alternative(other: Alternative) -> _Row:
     tone: Any = "bad" if not other.fits else "strong" if not other.note else ""
     row = {
         "plan": Cell(other.label, tone=tone),
@@ -58,8 +56,6 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
         "checkpoint": Cell(other.checkpoint),
         "predicted": time_cell(other.step_s),
     }
-    if equal_s and other.step_s:
-        row["against equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
     if other.measured_s is not None:
         row["measured"] = time_cell(other.measured_s)
     row["bubble"] = share_cell(other.bubble_ratio)

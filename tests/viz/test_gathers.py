@@ -3,6 +3,7 @@
 import pytest
 
 from pipesched import Costs, schedules, simulate
+from pipesched.planning.advice import NO_ADVICE
 from pipesched.planning.report.findings import findings
 from pipesched.program.actions import Kind
 from pipesched.program.lowering import add_gathers, add_reductions
@@ -56,6 +57,8 @@ def test_a_report_says_how_much_of_both_is_hidden(trace):
             "partition": None,
             "ties": (),
             "notes": (),
+            "advice": NO_ADVICE,
+            "binding": lambda *_: (),
             "bound_in_words": lambda *_: (),
         },
     )()

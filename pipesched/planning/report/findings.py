@@ -47,6 +47,8 @@ def findings(
         *_confirmed(plan),
         *_bound(plan, predicted),
         *_measured_bound(plan, measured, comparison),
+        *plan.binding(),
+        *plan.advice.why_not_more,
         *_gains(plan),
         *_bottleneck(plan),
         *map(str, plan.ties),

@@ -99,6 +99,16 @@ class Report:
         return findings(self.plan, self.predicted, self.measured, self.comparison, self.notes)
 
     @property
+    def next_steps(self) -> list[str]:
+        """The last lines of the report: what to do next."""
+        steps = [str(step) for step in self.plan.advice.next_steps]
+        if steps:
+            return steps
+        if self.plan.advice.why_not_more:
+            return ["next: keep this plan; no change that pipesched tried saves 2 % of the predicted step"]
+        return ["next: pipesched.tune compares this plan with others, and says what a change would gain"]
+
+    @property
     def key_figures(self) -> list[KeyFigure]:
         """The figures at the top of a page: speed compared with one device, bubble, slowest stage."""
         return key_figures(self.plan, self.predicted, self.comparison)
@@ -113,7 +123,8 @@ class Report:
     def text(self, width: int = 120) -> str:
         """Return the whole report as plain text. Timelines are at most ``width`` columns wide."""
         timelines = [f"{label}\n{text_timeline(trace, width)}" for label, trace in self.traces]
-        return "\n\n".join(["\n".join([self.title, *self.lines]), *map(text_table, self.tables), *timelines])
+        first, last = "\n".join([self.title, *self.lines]), "\n".join(self.next_steps)
+        return "\n\n".join([first, *map(text_table, self.tables), *timelines, last])
 
     __str__ = text
 
@@ -124,7 +135,7 @@ class Report:
 
     def html(self) -> str:
         """Return the report as one self-contained HTML page."""
-        return html_page(self.title, self.key_figures, self.lines, self.tables, self.traces)
+        return html_page(self.title, self.key_figures, self.lines, self.tables, self.traces, self.next_steps)
 
     def _repr_html_(self) -> str:
         """Return the figure as HTML, for notebooks."""
@@ -165,6 +176,7 @@ class Report:
         for label, trace in self.traces:
             yield Text(label, style="bold")
             yield Text(text_timeline(trace, options.max_width) + "\n", no_wrap=True, overflow="crop")
+        yield Text("\n".join(self.next_steps))
 
 
 _TEXTS: dict[str, Callable[[Report], str]] = {
