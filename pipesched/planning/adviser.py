@@ -38,7 +38,7 @@ def advised(search: ProfileSearch, plan: Plan) -> Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Change:
+class _RequestChange:
     """A change of a search, with the words for it."""
 
     cause: Cause
@@ -154,7 +154,7 @@ class _Adviser:
         steps.sort(key=lambda step: (step.cause != cause, -step.saving))
         return tuple(steps[:_MOST])
 
-    def _changes(self) -> Iterator[_Change]:
+    def _changes(self) -> Iterator[_RequestChange]:
         """Yield the changes that may help, according to what the step is spent on."""
         search = self.search
         shares = self.shares
@@ -162,7 +162,7 @@ class _Adviser:
         yield from self._larger_limit()
         if shares.messages + shares.collectives >= _NOTABLE and search.links is not None:
             faster = search.links.faster(_TIMES)
-            yield _Change(cause="messages", words="links that are twice as fast", arguments={"links": faster})
+            yield _RequestChange(cause="messages", words="links that are twice as fast", arguments={"links": faster})
         if shares.waiting >= _NOTABLE:
             yield self._larger_batch()
         if shares.imbalance >= _NOTABLE:
@@ -171,16 +171,16 @@ class _Adviser:
             yield from self._fewer_ranks()
         yield from self._more_devices()
 
-    def _free_choices(self) -> Iterator[_Change]:
+    def _free_choices(self) -> Iterator[_RequestChange]:
         """Yield the change that leaves out all choices that the search could make itself."""
         request = self.search.request
         free: dict[str, Any] = {"schedule": "auto", **dict.fromkeys(_FREE_CHOICES)}
         fixed = [name for name, value in free.items() if getattr(request, name) != value]
         if fixed:
             words = f"leave out {', '.join(f'{name}=' for name in fixed)}"
-            yield _Change(cause="choices", words=words, arguments={name: free[name] for name in fixed})
+            yield _RequestChange(cause="choices", words=words, arguments={name: free[name] for name in fixed})
 
-    def _larger_limit(self) -> Iterator[_Change]:
+    def _larger_limit(self) -> Iterator[_RequestChange]:
         """Yield the change to a memory limit that suffices for the fastest plan."""
         if self.search.memory_limit_bytes is None:
             return
@@ -188,16 +188,16 @@ class _Adviser:
         if found is not None:
             limit = math.ceil(max(found.peak_bytes))
             words = f"memory_limit_bytes={limit} ({quote_bytes(limit)})"
-            yield _Change(cause="memory", words=words, arguments={"memory_limit_bytes": limit}, found=found)
+            yield _RequestChange(cause="memory", words=words, arguments={"memory_limit_bytes": limit}, found=found)
 
-    def _larger_batch(self) -> _Change:
+    def _larger_batch(self) -> _RequestChange:
         batch = self.search.batch_size * _TIMES
         count = self.search.request.num_microbatches
         more = {} if count is None else {"num_microbatches": count * _TIMES}
         words = ", ".join(f"{name}={value}" for name, value in {"batch_size": batch, **more}.items())
-        return _Change(cause="micro-batches", words=words, arguments={"batch_size": batch, **more})
+        return _RequestChange(cause="micro-batches", words=words, arguments={"batch_size": batch, **more})
 
-    def _split_layer(self) -> _Change:
+    def _split_layer(self) -> _RequestChange:
         """Return the change to a model in which the slowest layer of the busiest rank is two layers."""
         plan = self.plan
         rows = -(-self._request({}).batch_size // plan.program.num_microbatches)
@@ -210,9 +210,9 @@ class _Adviser:
         ]
         slowest = max(own, key=lambda layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"])
         halves = with_split_layer(self.search.profile, slowest)
-        return _Change(cause="balance", words=f"cut layer {slowest!r} in two", arguments={"profile": halves})
+        return _RequestChange(cause="balance", words=f"cut layer {slowest!r} in two", arguments={"profile": halves})
 
-    def _fewer_ranks(self) -> Iterator[_Change]:
+    def _fewer_ranks(self) -> Iterator[_RequestChange]:
         """Yield changes to fewer ranks."""
         if self._pinned or self._has_limits or self.search.request.num_stages is not None:
             return
@@ -221,7 +221,7 @@ class _Adviser:
             change = {"num_ranks": count, "links": self._links_among(count)}
             found = self._best(change, fully=False)
             if found is not None and found.step_s <= self._own_s * (1 + _SLOWER):
-                yield _Change(cause="ranks", words=f"num_ranks={count}", arguments=change, found=found)
+                yield _RequestChange(cause="ranks", words=f"num_ranks={count}", arguments=change, found=found)
                 return
 
     @property
@@ -230,7 +230,7 @@ class _Adviser:
         limit = self.search.memory_limit_bytes
         return isinstance(limit, Sequence) and not isinstance(limit, str)
 
-    def _more_devices(self) -> Iterator[_Change]:
+    def _more_devices(self) -> Iterator[_RequestChange]:
         """Yield the change to twice as many ranks, if all ranks are used and the links are known."""
         search = self.search
         ranks = search.num_ranks * _TIMES
@@ -242,9 +242,9 @@ class _Adviser:
         if self._pinned:
             axes = self._pinned["axes"]
             change["axes"] = {**axes, "replicate": axes["replicate"] * _TIMES}
-        yield _Change(cause="compute", words=f"num_ranks={ranks}", arguments=change)
+        yield _RequestChange(cause="compute", words=f"num_ranks={ranks}", arguments=change)
 
-    def _tried(self, change: _Change) -> Iterator[NextStep]:
+    def _tried(self, change: _RequestChange) -> Iterator[NextStep]:
         """Search again after a change, and yield it as a next step if it is worth a line."""
         found = change.found or self._best(change.arguments)
         if found is None:

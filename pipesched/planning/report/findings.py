@@ -168,7 +168,7 @@ def _gains(plan: Plan) -> Iterator[str]:
     own = taken(plan.alternatives)
     for label, name in _BASELINES.items():
         baseline = fastest(plan.alternatives, label)
-        if own is None or baseline is None or baseline is own:
+        if own is None or baseline is None or baseline is own or not baseline.fits:
             continue
         own_s, other_s, how = step_times(own, baseline)
         if own_s and other_s:
