@@ -127,14 +127,15 @@ class MemoryForecast:
         running.assembly.most_rows = max(rows)
 
     @property
-    def _posted(self) -> int:
+    def posted(self) -> int:
+        """The number of receives on each channel that are posted in advance."""
         return 0 if self._running.host.grid.in_one_process else AHEAD
 
     def _rank_memory(
         self, program: Program, costs: Costs, messages: Mapping[tuple[int, int], MessageSizes] | None = None
     ) -> tuple[RankMemory, ...]:
         options: dict[str, Any] = {"replicas": self._replicas(), "in_tree": self._spec.reduction_order == "tree"}
-        return rank_memory(program, costs, posted=self._posted, messages=messages, **options)
+        return rank_memory(program, costs, posted=self.posted, messages=messages, **options)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
         """Measure each stage of a captured model as a whole, and return the memory needs of the stages.

@@ -854,7 +854,8 @@ class Pipeline(SavingInterface):
         """
         self._running.host.collectives.enter("report")
         predicted = self.predicted  # measures the layers if their costs are not known
-        return Report(self.plan, self._history.gather_trace(), predicted)
+        overlap = self._running.assembly.programs.streams  # the plan predicts one step, without those that overlap it
+        return Report(self.plan, self._history.gather_trace(), predicted if overlap else None)
 
     # ---- weights ----------------------------------------------------------------------------------------------
 

@@ -127,7 +127,8 @@ class StepHistory:
         plan = running.plan(self._cost_model, model, costs)
         rows = max(running.rows, default=None) if self._earlier else self._rows_of_layers
         notes = (*self._cost_model.notes, *self._notes_of_prediction(), *unknown, *running.unused_devices)
-        return replace(plan, notes=notes, microbatch_rows=None if costs is None else rows)
+        rows = None if costs is None else rows
+        return replace(plan, posted=self._memory.posted, notes=notes, microbatch_rows=rows)
 
     @property
     def _rows_of_layers(self) -> int | None:

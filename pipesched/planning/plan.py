@@ -391,6 +391,7 @@ class Plan:
                 alternatives=(),
                 proved_bound_s=None,
                 microbatch_rows=None,
+                notes=(),
                 shares=None,
                 advice=NO_ADVICE,
             )
