@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,12 @@ def as_optimizer(_: Any, __: Any, text: str | None) -> OptimizerState | None:
     """Parse the name of an optimizer or a number of bytes for each parameter; None is returned unchanged."""
     if text is None:
         return None
+    state: Any = text
+    with suppress(ValueError):
+        state = float(text)
     try:
-        state: Any = float(text) if text[:1].isdecimal() else text
         StateRule.of(state)
-    except (ValueError, InputError) as error:
+    except InputError as error:
         raise click.BadParameter(str(error)) from error
     return state  # type: ignore[no-any-return]  # checked above
 

@@ -27,7 +27,7 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.profile_search import ProfileSearch
 from pipesched.planning.progress_bar import progress_bar
 from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, SearchRequest
-from pipesched.profiling.optimizer_costs import with_updates
+from pipesched.profiling.optimizer_costs import check_optimizer, with_updates
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.program.checkpoint_options import Checkpoint
@@ -190,6 +190,8 @@ def tune(
     if mesh is not None or axes is not None:
         ranks_are = "processes"
     _check_axes(axes, num_ranks, confirm)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _devices_for(num_ranks)

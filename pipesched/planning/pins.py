@@ -136,6 +136,14 @@ class Pins:
         places = [[self.places[layer] for layer in group] for group in self.together if group]
         return [(min(group), max(group)) for group in places]
 
+    @property
+    def most_stages(self) -> int:
+        """The largest number of stages that meets the constraints."""
+        if self.complete:
+            return len(self.starts_of_all())
+        starts = range(1, len(self.layers))
+        return 1 + sum(not any(first < start <= last for first, last in self._groups) for start in starts)
+
     def check_together(self, starts: Sequence[int]) -> None:
         """Raise PartitionError if boundaries separate the layers of a group in ``together``."""
         for group in self.together:

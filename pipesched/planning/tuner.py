@@ -99,7 +99,8 @@ def too_small(plan: Plan, search: SearchRequest) -> str:
 
     Returns "" if the request leaves room for one device only.
     """
-    if plan.replication is not None or search.num_stages == 1 or search.num_ranks == 1 or not plan.alternatives:
+    most = min(search.num_ranks, search.num_stages or inf, search.pins.most_stages)
+    if plan.replication is not None or most == 1 or not plan.alternatives:
         return ""
     chosen, *others = plan.alternatives
     several = min((_expected_s(other) for other in others if other.num_ranks > 1 and other.fits), default=inf)

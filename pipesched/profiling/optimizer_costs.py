@@ -20,12 +20,12 @@ from pipesched.checks import shown
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.named_parameters import NamedParameters
 from pipesched.profiling.optimizer_memory import Upkeep, upkeep_of
-from pipesched.simulation.optimizer_state import OptimizerState, without_assumption
+from pipesched.simulation.optimizer_state import OptimizerState, StateRule, without_assumption
 from pipesched.simulation.profile import Profile
 from pipesched.tensors.caller_context import intra_op
 from pipesched.torch_checks import as_device, as_optimizer
 
-__all__ = ["Update", "measure_updates", "put_updates", "with_updates"]
+__all__ = ["Update", "check_optimizer", "measure_updates", "put_updates", "with_updates"]
 
 _STANDS_IN_BYTES = 1 << 26  # size of the parameters on which an optimizer is timed; larger than CPU caches
 _ROUNDS = 7
@@ -124,6 +124,18 @@ def put_updates(graphs: Iterable["nx.DiGraph[str]"], updates: Mapping[str, Updat
             node["update_transient_bytes"] = sum(update.update_transient_bytes for update in own)
 
 
+def check_optimizer(optimizer: Callable[[list[Any]], Optimizer] | OptimizerState, model: Any) -> None:
+    """Raise InputError unless ``optimizer`` is a known name, a number of bytes or, with a model, a function."""
+    if not callable(optimizer):
+        StateRule.of(optimizer)
+    elif model is None:
+        raise InputError(
+            f"optimizer= must be a name or a number of bytes if only a profile is known, because the function is "
+            f"measured with the model's parameters; got {shown(optimizer)}; pass 'adamw', the bytes of state for each "
+            f"parameter, or the model together with profile="
+        )
+
+
 def with_updates(
     profile: Profile, optimizer: Callable[[list[Any]], Optimizer] | OptimizerState, model: Any, device: Any
 ) -> Profile:
@@ -137,16 +149,11 @@ def with_updates(
         device: the device on which updates are measured.
 
     Raises:
-        InputError: ``optimizer`` is a function, but there is no model.
+        InputError: as `check_optimizer`.
 
     """
+    check_optimizer(optimizer, model)
     make = _BY_NAME.get(optimizer) if isinstance(optimizer, str) else optimizer
-    if model is None and callable(optimizer):
-        raise InputError(
-            f"optimizer= must be a name or a number of bytes if only a profile is known, because the function is "
-            f"measured with the model's parameters; got {shown(optimizer)}; pass 'adamw', the bytes of state for each "
-            f"parameter, or the model together with profile="
-        )
     if model is None or not callable(make):
         return profile.with_optimizer(optimizer)  # type: ignore[arg-type]  # checked there
     parameters = dict(as_model(model).named_parameters())

@@ -20,6 +20,9 @@ from tests.support.wrong_arguments import STRANGE, but, cases, refused
 PROGRAM = pipesched.schedules.get("1f1b").program(2, 4)
 COSTS = Costs.uniform(2)
 TRACE = pipesched.simulate(PROGRAM, COSTS)
+CELLS = {"forward_ms": 1, "backward_ms": 2, "parameter_bytes": 4, "output_bytes": 1, "activation_bytes": 1}
+TABLE = [{"name": name} | CELLS for name in "ab"]
+TABLE_PROFILE = Profile.from_table(TABLE, rows=4)
 NUMBERS = "a bool", "zero", "a number", "a fraction"  # what may be an amount
 LISTS = "an empty list", "an empty dict"
 
@@ -112,6 +115,39 @@ CORE = {
     "load_program": (pipesched.load_program, {}, {"path": but("an empty text", "a text")}),
     "Plan.from_dict": (Plan.from_dict, {}, {"values": but("a tensor")}),
     "Profile": (Profile, {}, {"graphs": but()}),
+    "Profile.from_table": (
+        Profile.from_table,
+        {"table": TABLE, "rows": 4},
+        {
+            "table": but(),
+            "rows": but("a number"),
+            "optimizer": but("None", "zero", "a number", "a fraction"),
+            "bytes_per_parameter": but("a number", "a fraction"),
+            "machine": but("None"),
+        },
+    ),
+    "Profile.with_optimizer": (
+        TABLE_PROFILE.with_optimizer,
+        {},
+        {"optimizer": but("zero", "a number", "a fraction")},
+    ),
+    "tune_profile": (
+        pipesched.tune_profile,
+        {"profile": TABLE_PROFILE, "num_ranks": 2, "batch_size": 4},
+        {
+            "profile": but(),
+            "num_ranks": but("a number"),
+            "batch_size": but("a number"),
+            "memory_limit_bytes": but("None", "a number", "a fraction"),
+            "optimizer": but("None", "zero", "a number", "a fraction"),
+            "together": but(*LISTS, "a tensor"),
+            "links": but("None"),
+            "effort": but("None", "a number"),
+            "ranks_are": but(),
+            "offload": but("a bool"),
+            "axes": but("None"),
+        },
+    ),
     "Report": (pipesched.Report, {}, {"plan": but()}),
     "StepLog": (pipesched.StepLog, {}, {"pipe": but()}),
     "MemoryMeter": (MemoryMeter, {}, {"pipe": but()}),
