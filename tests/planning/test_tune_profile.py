@@ -93,16 +93,15 @@ def test_a_limit_as_text_limits_replicas_too():
 
 def test_an_optimizer_counts_towards_the_limit():
     known = profile([1.0] * 4, parameter_bytes=[4000] * 4)
-    bare, adam = (
-        planned(known, num_ranks=2, batch_size=4, all_ranks=True, optimizer=optimizer) for optimizer in (None, "adamw")
-    )
+    fixed = {"batch_size": 4, "num_microbatches": 4, "schedule": "1f1b", "num_stages": 2, "checkpoint": "never"}
+    bare, adam = (planned(known, optimizer=optimizer, **fixed) for optimizer in (None, "adamw"))
     assert [sum(one.optimizer for one in plan.memory()) for plan in (bare, adam)] == [0, 4 * 8000]
     limit = max(one.total_bytes for one in adam.memory())
     for optimizer in ("adam", 8, 8.0):
-        plan = planned(known, num_ranks=2, batch_size=4, all_ranks=True, optimizer=optimizer, memory_limit_bytes=limit)
+        plan = planned(known, optimizer=optimizer, memory_limit_bytes=limit, **fixed)
         assert max(one.total_bytes for one in plan.memory()) <= limit
     with pytest.raises(MemoryLimitError):
-        planned(known, num_ranks=2, batch_size=4, optimizer=80, memory_limit_bytes=limit)
+        planned(known, optimizer=80, memory_limit_bytes=limit, **fixed)
 
 
 @pytest.mark.parametrize("optimizer", ["adamax", -1, True, [], lambda parameters: None])

@@ -210,7 +210,7 @@ def test_a_prediction_from_a_table_is_that_of_a_measured_profile_with_the_same_n
             graph.add_edge(names[at - 1], name, tensors={"out": 3_000_000}, bytes=3_000_000)
     links = pipesched.Links(inside=pipesched.Link(latency_s=1e-5, bytes_per_s=1e9))
     plans = [
-        pipesched.tune_profile(profile, num_ranks=4, batch_size=64, links=links, memory_limit_bytes="90MB")
+        pipesched.tune_profile(profile, num_ranks=4, batch_size=64, links=links, schedule="zb-h1", effort=10_000)
         for profile in (read(table), Profile({4: graph}))
     ]
     assert plans[0].predicted().makespan_s == plans[1].predicted().makespan_s > 0
