@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from cost_tables import BYTES_PER_S, WIDE, Layer, embedding, feed_forward, head, self_attention, table
+from cost_tables import A100, WIDE, Layer, embedding, feed_forward, head, self_attention, table
 from planners import even
 
 from pipesched import Link, Links, Profile, schedules
@@ -90,7 +90,7 @@ class Gpt:
                     node[column] /= self.group
                     node[column] += 0 if column == "weight_grad_s" else inside_s
                 node["optimizer_bytes"] = STATE_BYTES * node["num_parameters"]
-                node["update_s"] = UPDATE_BYTES * node["num_parameters"] / BYTES_PER_S / self.group
+                node["update_s"] = UPDATE_BYTES * node["num_parameters"] / A100.bytes_per_s / self.group
             graphs[size] = graph
         return Profile(graphs)
 

@@ -3,9 +3,9 @@
 A layer is a list of operations. An operation takes the time of its arithmetic or of its memory traffic, whichever is
 longer (the roofline of Williams, Waterman and Patterson 2009), at the fraction of peak speed that large kernels reach.
 There is one table for each model, so all planners are compared on the same costs, and no runtime affects the
-comparison. The device is an A100 with 80 GB (NVIDIA's data sheet): 312 TFLOP/s for bf16 products, 19.5 TFLOP/s for
-other arithmetic, 2.04 TB/s. Kernels are assumed to reach 60 % of the first two rates and 80 % of the third. Activations
-and weights take two bytes per element.
+comparison. The devices are an A100 with 80 GB (NVIDIA's data sheet: 312 TFLOP/s for bf16 products, 19.5 TFLOP/s for
+other arithmetic, 2.04 TB/s) and an H100 SXM (989 TFLOP/s, 67 TFLOP/s, 3.35 TB/s). Kernels are assumed to reach 60 % of
+the first two rates and 80 % of the third. Activations and weights take two bytes per element. `TABLES` is for the A100.
 
 For a product with a weight, the gradient of the input and the gradient of the weight each take as long as the forward.
 Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward for its input gradients.
@@ -17,79 +17,104 @@ from itertools import pairwise
 
 import networkx as nx
 
-__all__ = ["TABLES", "table"]
+__all__ = ["A100", "H100", "TABLES", "WIDE", "Device", "Layer", "Work", "table"]
 
-PRODUCTS_PER_S = 0.6 * 312e12
-OTHERS_PER_S = 0.6 * 19.5e12
-BYTES_PER_S = 0.8 * 2.04e12
 WIDE = 2  # bytes of an element
 
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of operations for one micro-batch: seconds, number of parameters, and bytes saved for the backward."""
+    """The cost of operations for one micro-batch: seconds, parameters, bytes saved for the backward, and operations.
+
+    ``flops`` are those of products and attention in a forward and a backward.
+    """
 
     forward_s: float = 0
     input_grad_s: float = 0
     weight_grad_s: float = 0
     parameters: int = 0
     saved_bytes: int = 0
+    flops: float = 0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def product(rows: int, inner: int, outer: int, experts: int = 1) -> Work:
-    """Return the cost of multiplying rows by a weight matrix; with several experts, each row by that of one expert."""
-    moved = (rows * inner + experts * inner * outer + rows * outer) * WIDE
-    seconds = max(2 * rows * inner * outer / PRODUCTS_PER_S, moved / BYTES_PER_S)
-    return Work(seconds, seconds, seconds, experts * inner * outer, rows * inner * WIDE)
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """An accelerator: the rates that its kernels reach, and the costs of operations on it."""
+
+    peak_per_s: float  # of bf16 products
+    products_per_s: float
+    others_per_s: float
+    bytes_per_s: float
+
+    def product(self, rows: int, inner: int, outer: int, experts: int = 1) -> Work:
+        """Return the cost of multiplying rows by a weight matrix; each row by the matrix of one of the experts."""
+        moved = (rows * inner + experts * inner * outer + rows * outer) * WIDE
+        seconds = max(2 * rows * inner * outer / self.products_per_s, moved / self.bytes_per_s)
+        flops = 6 * rows * inner * outer
+        return Work(seconds, seconds, seconds, experts * inner * outer, rows * inner * WIDE, flops)
+
+    def attention(self, rows: int, context: int, heads: int, head_dim: int, *, causal: bool = True) -> Work:
+        """Return the cost of attention: for each row, queries x keys, then scores x values, over ``context`` keys."""
+        flops = 4 * rows * context * heads * head_dim * (0.5 if causal else 1)
+        seconds = flops / self.products_per_s
+        return Work(seconds, 2.5 * seconds, 0, 0, 2 * rows * heads * head_dim * WIDE, 3 * flops)
+
+    def passes(self, elements: int, count: float, width: int = WIDE) -> Work:
+        """Return the cost of elementwise operations that read or write ``elements`` numbers ``count`` times."""
+        seconds = elements * count * width / self.bytes_per_s
+        return Work(seconds, 1.5 * seconds, 0, 0, elements * width)
+
+    def self_attention(
+        self, rows: int, sequence: int, width: int, heads: int, head_dim: int, keys: int, *, causal: bool
+    ) -> Work:
+        """Return the cost of a norm, projections, attention and residual sum; ``keys``: number of key-value heads."""
+        return (
+            self.passes(rows * width, 4)
+            + self.product(rows, width, (heads + 2 * keys) * head_dim)
+            + self.attention(rows, sequence, heads, head_dim, causal=causal)
+            + self.product(rows, heads * head_dim, width)
+        )
+
+    def feed_forward(
+        self, rows: int, width: int, hidden: int, *, gated: bool, experts: int = 1, chosen: int = 1
+    ) -> Work:
+        """Return the cost of two products (three if gated) and an activation; a row uses ``chosen`` of the experts."""
+        sent = rows * chosen
+        return (
+            self.passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are sent to the experts and back
+            + self.product(sent, width, hidden * (2 if gated else 1), experts)
+            + self.passes(sent * hidden, 3 if gated else 2)
+            + self.product(sent, hidden, width, experts)
+        )
+
+    def embedding(self, rows: int, width: int, vocabulary: int) -> Work:
+        """Return the cost of one table lookup for each row; the backward adds gradients to the table."""
+        seconds = 2 * rows * width * WIDE / self.bytes_per_s
+        return Work(seconds, 0, 2 * seconds, vocabulary * width, rows * 8)
+
+    def head(self, rows: int, width: int, vocabulary: int) -> Work:
+        """Return the cost of a norm, the logits, and their cross-entropy in float32."""
+        logits = self.product(rows, width, vocabulary)
+        return self.passes(rows * width, 3) + logits + self.passes(rows * vocabulary, 2, 4)
+
+    def convolution(self, images: int, side: int, given: int, made: int, kernel: int) -> Work:
+        """Return the cost of a convolution with output ``side`` x ``side``, its batch norm and its activation."""
+        rows, inner = images * side**2, given * kernel**2
+        moved = (rows * (given + made) + inner * made) * WIDE
+        seconds = max(2 * rows * inner * made / self.products_per_s, moved / self.bytes_per_s)
+        work = Work(seconds, seconds, seconds, inner * made, rows * given * WIDE, 6 * rows * inner * made)
+        return work + self.passes(rows * made, 5)
 
 
-def attention(rows: int, context: int, heads: int, head_dim: int, *, causal: bool = True) -> Work:
-    """Return the cost of attention: for each row, queries x keys, then scores x values, over ``context`` keys."""
-    flops = 4 * rows * context * heads * head_dim * (0.5 if causal else 1)
-    seconds = flops / PRODUCTS_PER_S
-    return Work(seconds, 2.5 * seconds, 0, 0, 2 * rows * heads * head_dim * WIDE)
+A100 = Device(peak_per_s=312e12, products_per_s=0.6 * 312e12, others_per_s=0.6 * 19.5e12, bytes_per_s=0.8 * 2.04e12)
+H100 = Device(peak_per_s=989e12, products_per_s=0.6 * 989e12, others_per_s=0.6 * 67e12, bytes_per_s=0.8 * 3.35e12)
 
-
-def passes(elements: int, count: float, width: int = WIDE) -> Work:
-    """Return the cost of elementwise operations that read or write ``elements`` numbers ``count`` times."""
-    seconds = elements * count * width / BYTES_PER_S
-    return Work(seconds, 1.5 * seconds, 0, 0, elements * width)
-
-
-def self_attention(rows: int, sequence: int, width: int, heads: int, head_dim: int, keys: int, *, causal: bool) -> Work:
-    """Return the cost of a norm, projections, attention and residual sum; ``keys``: the number of key-value heads."""
-    return (
-        passes(rows * width, 4)
-        + product(rows, width, (heads + 2 * keys) * head_dim)
-        + attention(rows, sequence, heads, head_dim, causal=causal)
-        + product(rows, heads * head_dim, width)
-    )
-
-
-def feed_forward(rows: int, width: int, hidden: int, *, gated: bool, experts: int = 1, chosen: int = 1) -> Work:
-    """Return the cost of two products (three if gated) and an activation; a row uses ``chosen`` of the experts."""
-    sent = rows * chosen
-    return (
-        passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are sent to the experts and back
-        + product(sent, width, hidden * (2 if gated else 1), experts)
-        + passes(sent * hidden, 3 if gated else 2)
-        + product(sent, hidden, width, experts)
-    )
-
-
-def embedding(rows: int, width: int, vocabulary: int) -> Work:
-    """Return the cost of one table lookup for each row; the backward adds gradients to the table."""
-    seconds = 2 * rows * width * WIDE / BYTES_PER_S
-    return Work(seconds, 0, 2 * seconds, vocabulary * width, rows * 8)
-
-
-def head(rows: int, width: int, vocabulary: int) -> Work:
-    """Return the cost of a norm, the logits, and their cross-entropy in float32."""
-    return passes(rows * width, 3) + product(rows, width, vocabulary) + passes(rows * vocabulary, 2, 4)
-
+# The models of `TABLES` run on an A100.
+product, attention, passes, convolution = A100.product, A100.attention, A100.passes, A100.convolution
+self_attention, feed_forward, embedding, head = A100.self_attention, A100.feed_forward, A100.embedding, A100.head
 
 # ---- models, their layers in order ----------------------------------------------------------------------------------
 
@@ -158,7 +183,7 @@ def mamba(rows: int, width: int, state: int = 16, rank: int = 256) -> Work:
     recomputes part of the forward.
     """
     inner = 2 * width
-    scan_s = max(9 * rows * inner * state / OTHERS_PER_S, 5 * rows * inner * WIDE / BYTES_PER_S)
+    scan_s = max(9 * rows * inner * state / A100.others_per_s, 5 * rows * inner * WIDE / A100.bytes_per_s)
     return (
         passes(rows * width, 4)
         + product(rows, width, 2 * inner)
@@ -185,14 +210,6 @@ def resnet_152(images: int = 32) -> Layers:
             given = 4 * width
             yield Layer(f"layer{part + 1}.{block}", work, images * side**2 * given * WIDE)
     yield Layer("head", passes(images * 49 * given, 1) + product(images, given, 1000), 4)
-
-
-def convolution(images: int, side: int, given: int, made: int, kernel: int) -> Work:
-    """Return the cost of a convolution with output ``side`` x ``side``, its batch norm and its activation."""
-    rows, inner = images * side**2, given * kernel**2
-    moved = (rows * (given + made) + inner * made) * WIDE
-    seconds = max(2 * rows * inner * made / PRODUCTS_PER_S, moved / BYTES_PER_S)
-    return Work(seconds, seconds, seconds, inner * made, rows * given * WIDE) + passes(rows * made, 5)
 
 
 def t5_3b(sequences: int = 8) -> Layers:
@@ -241,7 +258,7 @@ def mamba_2(rows: int, width: int, heads: int = 128, head_dim: int = 64, state: 
     twice the work.
     """
     inner, mixed, chunk = heads * head_dim, groups * state, 128
-    scan_s = rows * (2 * chunk * (mixed + inner) + 4 * state * inner) / PRODUCTS_PER_S
+    scan_s = rows * (2 * chunk * (mixed + inner) + 4 * state * inner) / A100.products_per_s
     return (
         passes(rows * width, 4)
         + product(rows, width, 2 * inner + 2 * mixed + heads)

@@ -2,11 +2,13 @@
 
 Each division of the ranks is searched separately (`pipesched.planning.tuner`), with the batch of one replica. The first
 pass evaluates only 1F1B for each division. The stages of this 1F1B plan give a lower bound on the division's step time.
-The second pass searches the divisions in full, in ascending order of this bound; divisions with ``zero=3`` come last.
-The second pass ends when no remaining bound is below the best step time, or when the pass has used up its effort.
+Of two divisions that differ only in the numbering of the ranks, the faster one goes on. The second pass searches the
+divisions in full, in the order of their promise: the mean of the step of 1F1B and the bound. It begins with the most
+promising value of ``zero=`` for each depth of the pipelines, because values of ``zero=`` differ less than depths. It
+leaves out divisions whose bound is not below the best step time, and ends when it has used up its effort.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,7 +39,6 @@ Zero = Literal["auto"] | int
 #: only if weights are gathered for each use.
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
-_EFFORT_EACH = 3_000_000  # actions to simulate in the full search of one division
 _SHOWN = 12  # number of alternatives to list
 
 
@@ -115,7 +116,6 @@ class AxesRequest:
                 all_ranks=True,
                 replica_costs=own,
                 completion=Completion(updates=True),
-                effort=_EFFORT_EACH,
                 **self.options,
             )
 
@@ -159,46 +159,74 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     searches = list(request.searches())
     if not searches:
         raise _no_division(request)
-    tuners: list[tuple[tuple[bool, float, int], Tuner]] = []
+    solved: dict[Any, Any] = {}
+    divisions = []
     for number, search in enumerate(searches):
-        tuner = Tuner(replace(search, effort=1))  # evaluates only 1F1B
+        tuner = Tuner(replace(search, effort=1), solved=solved)  # evaluates only 1F1B
         if tuner.explore():
-            order = (_divides_weights(search), tuner.bound_s(), number)
-            tuners.append((order, tuner))
+            divisions.append(_Division(search=search, tuner=tuner, best=tuner.best()[0]))
         progress(0.5 * (number + 1) / len(searches))
-    if not tuners:
+    if not divisions:
         return _infeasible(request, searches)
-    found = [(tuner, tuner.best()[0]) for _, tuner in tuners]
-    best_s = min(own.step_s for _, own in found)
+    found = list(divisions)
+    best_s = min(own.best.step_s for own in divisions)
     left: float = _EFFORT
-    for (_, bound_s, number), quick in sorted(tuners, key=lambda each: each[0]):
-        if bound_s >= best_s * (1 - WORTH) or left <= 0:
-            continue
-        tuner = Tuner(searches[number])
-        tuner.explore(best_s, quick.best())
-        found.append((tuner, tuner.refine()))
-        best_s = min(best_s, found[-1][1].step_s)
-        left -= tuner.spent
-        progress(1 - 0.5 * max(0, left) / _EFFORT)
+    for own in _by_promise(_best_numbered(divisions)):
+        if left > 0 and own.tuner.bound_s() < best_s * (1 - WORTH):
+            tuner = Tuner(own.search, solved=solved)
+            tuner.explore(best_s, own.tuner.best())
+            found.append(_Division(search=own.search, tuner=tuner, best=tuner.refine()))
+            best_s = min(best_s, found[-1].best.step_s)
+            left -= tuner.spent
+            progress(1 - 0.5 * max(0, left) / _EFFORT)
     found = _best_of_axes(found)
-    chosen = simplest((own, own.step_s) for _, own in found)
-    tuner = next(tuner for tuner, own in found if own is chosen)
-    plan = tuner.plan(chosen)
-    others = sorted((own for _, own in found if own is not chosen), key=lambda own: own.step_s)[: _SHOWN - 1]
+    chosen = simplest((own.best, own.best.step_s) for own in found)
+    plan = next(own.tuner for own in found if own.best is chosen).plan(chosen)
+    others = [own.best for own in found if own.best is not chosen][: _SHOWN - 1]
     progress(1)
     return replace(plan, alternatives=(chosen.alternative(), *(own.against(chosen, own.label) for own in others)))
 
 
-def _divides_weights(search: SearchRequest) -> bool:
-    return search.replica_costs is not None and search.replica_costs.replication.zero == 3
+@dataclass(frozen=True, kw_only=True)
+class _Division:
+    """A division of the ranks into pipelines and replicas, with a search and the best plan that it found."""
+
+    search: SearchRequest
+    tuner: Tuner
+    best: EvaluatedCandidate
+
+    @property
+    def promise_s(self) -> float:
+        """The mean of the best plan's step and the lower bound of its stages, in seconds.
+
+        The bound alone is too low where replicas sum large gradients, because it assumes that sums are hidden.
+        """
+        return (self.best.step_s + self.tuner.bound_s()) / 2
 
 
-def _best_of_axes(found: Sequence[tuple[Tuner, EvaluatedCandidate]]) -> list[tuple[Tuner, EvaluatedCandidate]]:
-    """Return the fastest candidate of each division, together with the search that found it."""
-    ordered = sorted(found, key=lambda pair: pair[1].step_s)
-    best: dict[str, tuple[Tuner, EvaluatedCandidate]] = {}
-    for tuner, own in ordered:
-        best.setdefault(own.label, (tuner, own))
+def _best_numbered(divisions: Iterable[_Division]) -> Iterable[_Division]:
+    """Return the faster of two divisions that differ only in the numbering of the ranks."""
+    best: dict[Any, _Division] = {}
+    for own in sorted(divisions, key=lambda each: each.best.step_s):
+        replicas = replace(own.best.replication or Replication(), consecutive="stages")
+        best.setdefault(replicas, own)
+    return best.values()
+
+
+def _by_promise(divisions: Iterable[_Division]) -> list[_Division]:
+    """Return the divisions, the most promising first, but the best value of ``zero=`` for each depth before others."""
+    ordered = sorted(divisions, key=lambda each: each.promise_s)
+    of_depth: dict[int, _Division] = {}
+    for own in ordered:
+        of_depth.setdefault(own.search.num_ranks, own)
+    return [*of_depth.values(), *(own for own in ordered if own is not of_depth[own.search.num_ranks])]
+
+
+def _best_of_axes(found: Iterable[_Division]) -> list[_Division]:
+    """Return the fastest plan of each division, the fastest first."""
+    best: dict[str, _Division] = {}
+    for own in sorted(found, key=lambda each: each.best.step_s):
+        best.setdefault(own.best.label, own)
     return list(best.values())
 
 

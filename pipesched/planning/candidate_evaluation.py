@@ -37,8 +37,8 @@ _PER_BYTE = 1e-12  # seconds that represent a byte where the partitioner expects
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
-#: Each stage's layers, the layers with recomputed or offloaded activations, and the partitioner's estimate of each
-#: rank's memory in bytes (empty if there is no estimate).
+#: A partition: each stage's layers, the layers with recomputed or offloaded activations, and the partitioner's
+#: estimate of each rank's memory in bytes (empty if there is no estimate).
 _Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
@@ -48,13 +48,18 @@ class CandidateEvaluator:
     Args:
         search: the request.
         effort: the remaining effort, from which all work is subtracted.
+        solved: partitions that searches of the same layers with other replicas have found, keyed by all that they
+            depend on. Default: none.
 
     """
 
-    def __init__(self, search: SearchRequest, effort: SearchEffort) -> None:
+    def __init__(
+        self, search: SearchRequest, effort: SearchEffort, solved: dict[Any, _Partitioned | None] | None = None
+    ) -> None:
         self._search = search
         self._effort = effort
         self._partitions: dict[Any, _Partitioned | None] = {}
+        self._solved = {} if solved is None else solved
         self._simple_cuts: dict[Any, list[StageLayers]] = {}
 
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
@@ -289,14 +294,20 @@ class CandidateEvaluator:
                 allowed=allowed,
                 host_bytes_per_s=self._search.profile.machine.host_bytes_per_s,
             )
-            try:
-                stages, found = partitioner.partition()
-            except PartitionError:
-                self._partitions[key] = None
-            else:
-                keep = found.checkpoint if found else {}
-                self._partitions[key] = stages, keep, _counted_bytes(found, candidate.num_ranks)
+            of_all = key, candidate.num_microbatches, partitioner.slowest_link
+            if of_all not in self._solved:
+                self._solved[of_all] = _solution(partitioner, candidate.num_ranks)
+            self._partitions[key] = self._solved[of_all]
         return self._partitions[key]
+
+
+def _solution(partitioner: StagePartitioner, num_ranks: int) -> _Partitioned | None:
+    """Return the partition of the layers; None if no partition exists."""
+    try:
+        stages, found = partitioner.partition()
+    except PartitionError:
+        return None
+    return stages, found.checkpoint if found else {}, _counted_bytes(found, num_ranks)
 
 
 def _counted_bytes(found: Partition | None, num_ranks: int) -> list[float]:

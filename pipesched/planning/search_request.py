@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any, Literal
@@ -245,7 +245,7 @@ class SearchRequest:
             )
         others.setdefault("completion", Completion(updates=has_updates(profile)))
         return cls(
-            replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
+            profile.on(profile.machine.assuming(ranks_are, num_ranks, num_cores)),
             Pins(profile.layers, request.boundaries, request.together),
             num_ranks,
             batch_size,

@@ -171,7 +171,7 @@ class StagePartitioner:
         together: Sequence[Collection[str]] = (),
     ) -> Partition:
         named = sorted({*self._ranks})
-        link = self._link()
+        link = self.slowest_link
         return partition(
             graph,
             len(self._ranks),
@@ -196,7 +196,8 @@ class StagePartitioner:
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
-    def _link(self) -> tuple[float, float] | None:
+    @property
+    def slowest_link(self) -> tuple[float, float] | None:
         """Return the largest latency and the smallest bandwidth of the links between neighbouring stages.
 
         The units are seconds and bytes per second. Returns None if no link limits the bandwidth.
@@ -218,7 +219,7 @@ class StagePartitioner:
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
             for users, names in tied_groups(graph).items()
         )
-        link = self._link()
+        link = self.slowest_link
         travel = 0 if link is None else moved / link[1]
         return found.bottleneck_s * self.program.num_microbatches + travel, moved
 

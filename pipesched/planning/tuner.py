@@ -117,9 +117,21 @@ def _expected_s(alternative: Alternative) -> float:
 
 
 class Tuner:
-    """One search for a plan: the candidates evaluated so far, and the remaining effort."""
+    """One search for a plan: the candidates evaluated so far, and the remaining effort.
 
-    def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
+    Args:
+        search: the request.
+        progress: called with the completed fraction of the search.
+        solved: partitions that several searches share, as for `CandidateEvaluator`.
+
+    """
+
+    def __init__(
+        self,
+        search: SearchRequest,
+        progress: Callable[[float], None] = lambda _: None,
+        solved: dict[Any, Any] | None = None,
+    ) -> None:
         self._search = search
         self._rival_s = inf
         self._in_need = False
@@ -128,7 +140,7 @@ class Tuner:
         self._order_effort = SearchEffort(
             _FOR_ORDERS * search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN))
         )
-        self._evaluator = CandidateEvaluator(search, self._effort)
+        self._evaluator = CandidateEvaluator(search, self._effort, solved)
         self._lean = LeanCandidates(search, self._evaluator, self._effort)
         self._found: list[EvaluatedCandidate] = []
         self._work: dict[int, tuple[float, float, float]] = {}
@@ -399,11 +411,16 @@ class Tuner:
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
         """Move the candidate's boundaries while this shortens the step and the remaining effort exceeds ``until``."""
         candidate = found.candidate
+        best_s = inf
 
         def step_s(stages: StageLayers) -> float:
+            nonlocal best_s
             moved = self._evaluator.evaluated(candidate, stages)
             self._effort.spend(len(moved.runs.columns) + _A_MOVE)
-            return inf if any(moved.excess_bytes) else moved.step_s
+            if moved.step_s < best_s and not any(moved.excess_bytes):
+                best_s = moved.step_s
+                return best_s
+            return inf
 
         stages = self._moved(found, step_s, lambda: self._effort.left > until)
         return found if stages == found.stages else self.simulated(candidate, stages)

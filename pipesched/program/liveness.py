@@ -113,7 +113,7 @@ def bytes_held(
     takes = np.zeros(len(columns), np.int64)
     gives = np.zeros(len(columns), np.int64)
     forward = columns.are(Kind.F)
-    for holding in _OF_A_PAIR:
+    for holding in filter(lambda own: any(sizes[own]), _OF_A_PAIR):
         size = np.asarray(sizes[holding], np.int64)[columns.stage]
         taking = columns.are(*_TAKERS[holding])
         if holding is Holding.INPUT:
@@ -156,7 +156,12 @@ def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tu
     Each version is (stage, row of the update that replaces the version, row of the last action that uses it).
     """
     stashes: list[tuple[int, int, int]] = []
-    for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
+    updates = np.flatnonzero(columns.are(Kind.UPDATE))
+    uses = np.flatnonzero(columns.are(Kind.F, *_ENDS))
+    last = np.full(int(columns.stage.max(initial=0)) + 1, -1)
+    last[columns.stage[uses]] = uses  # if a stage has several rows, numpy keeps the last one
+    stages = columns.stage[updates]
+    for stage in np.unique(stages[updates < last[stages]]).tolist():
         of_stage = columns.stage == stage
         updates = np.flatnonzero(of_stage & columns.are(Kind.UPDATE))
         forwards = np.flatnonzero(of_stage & columns.are(Kind.F))

@@ -1,6 +1,6 @@
 """Costs: the times and sizes of each stage, from which the simulation predicts a step."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -124,7 +124,7 @@ class Costs:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
                 raise ScheduleError(f"costs must have one number per stage; {name} is {shown(values)}; pass a list")
-            object.__setattr__(self, name, tuple(map(plain, values)))
+            object.__setattr__(self, name, _plain(values))
         for name in _SCALARS:
             object.__setattr__(self, name, plain(getattr(self, name)))
         if not isinstance(self.links, Links | None):
@@ -177,10 +177,9 @@ class Costs:
                 )
             sizes = name.endswith("_bytes")
             if name in _BY_BUCKET:
-                _check_buckets(name, values, check_size if sizes else check_number)
+                _check_buckets(name, values, sizes=sizes)
                 continue
-            kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)
-            if {*map(type, values)} <= kinds and min(values, default=0) >= 0 and sum(values) < most:
+            if _are_valid(values, sizes=sizes):
                 continue
             for stage, value in enumerate(values):
                 (check_size if sizes else check_number)(value, f"{name} of stage {stage}")
@@ -316,11 +315,25 @@ def check_costs(costs: Any) -> None:
 def _as_buckets(value: Any) -> tuple[Any, ...]:
     """Return the values of a stage as a tuple with one number per bucket. A single number stands for one bucket."""
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    return tuple(map(plain, value)) if several else (plain(value),)
+    return _plain(value) if several else (plain(value),)
 
 
-def _check_buckets(name: str, values: tuple[tuple[Any, ...], ...], check: Callable[[Any, str], None]) -> None:
+def _plain(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values as a tuple, with numpy scalars as Python numbers."""
+    return values if type(values) is tuple and {*map(type, values)} <= {int, float} else tuple(map(plain, values))
+
+
+def _are_valid(values: tuple[Any, ...], *, sizes: bool) -> bool:
+    """Return True if a quick check shows that all values are valid sizes or times; False if it does not."""
+    kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)
+    return {*map(type, values)} <= kinds and min(values, default=0) >= 0 and sum(values) < most
+
+
+def _check_buckets(name: str, values: tuple[tuple[Any, ...], ...], *, sizes: bool) -> None:
+    check = check_size if sizes else check_number
     for stage, own in enumerate(values):
+        if _are_valid(own, sizes=sizes):
+            continue
         for bucket, value in enumerate(own):
             check(value, f"{name} of stage {stage}" + (f", bucket {bucket}," if len(own) > 1 else ""))
 

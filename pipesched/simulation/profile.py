@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -78,6 +79,12 @@ class Profile:
         took = f"{quote_time(both[0])} forward, {quote_time(both[1])} backward for {rows}"
         sizes = ", ".join(map(str, sorted(self.graphs)))
         return f"Profile({counted(len(self.layers), 'layer')}, micro-batches of {sizes} rows; {took})"
+
+    def on(self, machine: Machine) -> "Profile":
+        """Return the profile with another machine. Both share the costs that are interpolated for other sizes."""
+        other = copy(self)  # unlike a new profile, a copy does not check all numbers again
+        object.__setattr__(other, "machine", machine)
+        return other
 
     def check_model(self, graph: "nx.DiGraph[str]") -> None:
         """Raise ScheduleError if the profile belongs to another model.

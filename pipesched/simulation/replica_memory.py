@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipesched.program.action_arrays import Ints
+from pipesched.program.action_arrays import CODES, Ints
 from pipesched.program.actions import Kind
 from pipesched.program.gathers import first_uses
 from pipesched.program.program import Program
@@ -157,11 +157,18 @@ class _RankCopies:
         self._stages = stages
         self._transients = update_transient_bytes
         self._held = held
+        columns = program.columns
+        self._kinds = columns.kind
+        self._stage_of = columns.stage
+        self._bucket_of = columns.microbatch
         #: (stage, copies) of collectives that may be running or waiting to run, in the order of their starts.
         self._started: list[tuple[int, CopyMemory]] = []
         self._kept: dict[int, int] = {}
         self._released: dict[int, int] = {}
         self._spread = 0
+        #: The sums of the sizes, and of their changes on completion, over all started collectives; and the largest
+        #: number of bytes that their copies may take.
+        self._buffers = self._shrinks = self._copies = 0
         self._early = early_stages(program)
         self._first_uses = first_uses(program)
 
@@ -190,49 +197,67 @@ class _RankCopies:
             yield row, row in here
 
     def _write(self, rows: slice) -> None:
-        self._held.buffers[rows] = self._level(self._spread)
+        self._held.buffers[rows] = self._level()
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
         """Write the bytes that the rank holds during the action at ``row``, and update the copies held after it."""
-        action = self._program.columns.action(row)
-        stage = action.stage
+        kind = self._kinds[row]
+        stage = int(self._stage_of[row])
         here = slice(row, row + 1)
         gather = self._stages[stage].gather
         if row in self._first_uses:
             at = self._started.index((stage, gather))
             self._complete(at)
             del self._started[at]
+            self._count()
             self._write(here)
         if early:
             self._write(here)
             for copies in self._stages[stage].buckets:
-                self._started.append((stage, copies))
-                within = self._level(self._spread) - self._released.get(stage, 0) - copies.freed
+                self._start(stage, copies)
+                within = self._level() - self._released.get(stage, 0) - copies.freed
                 self._held.buffers[row] = max(int(self._held.buffers[row]), within)
                 self._release(stage, copies)
-        elif action.kind is Kind.UNSHARD:
-            self._started.append((stage, gather))
+        elif kind == CODES[Kind.UNSHARD]:
+            self._start(stage, gather)
             self._write(here)
-        elif action.kind is Kind.RESHARD:
+        elif kind == CODES[Kind.RESHARD]:
             self._write(here)
             self._held.buffers[row] += self._stages[stage].cut
-        elif action.kind is Kind.REDUCE:
-            buckets = self._stages[stage].buckets
-            started = () if stage in self._early else buckets[action.microbatch : action.microbatch + 1]
-            self._started.extend((stage, copies) for copies in started)
+        elif kind == CODES[Kind.REDUCE]:
+            bucket = int(self._bucket_of[row])
+            started = () if stage in self._early else self._stages[stage].buckets[bucket : bucket + 1]
+            for copies in started:
+                self._start(stage, copies)
             self._write(here)
             for copies in started:
                 self._release(stage, copies)
-        elif action.kind in (Kind.NORM, Kind.UPDATE):
+        elif kind in (CODES[Kind.NORM], CODES[Kind.UPDATE]):
             self._end_sums(stage)
             self._write(here)
-            if action.kind is Kind.UPDATE:
+            if kind == CODES[Kind.UPDATE]:
                 self._spread = max(self._spread, self._stages[stage].spread)
-                spreading = self._level(self._spread) - self._transients[stage]
+                spreading = self._level() - self._transients[stage]
                 self._held.buffers[row] = max(int(self._held.buffers[row]), spreading)
                 self._kept.pop(stage)
                 self._released.pop(stage, None)
+
+    def _start(self, stage: int, copies: CopyMemory) -> None:
+        self._started.append((stage, copies))
+        self._add(copies)
+
+    def _add(self, copies: CopyMemory) -> None:
+        """Count the copies of a collective that starts after all others."""
+        self._buffers += copies.buffer
+        self._copies = max(self._copies + copies.buffer, self._buffers + self._shrinks + copies.working)
+        self._shrinks += copies.summed - copies.buffer
+
+    def _count(self) -> None:
+        """Count the copies of all started collectives again, because some have ended."""
+        self._buffers = self._shrinks = self._copies = 0
+        for _, copies in self._started:
+            self._add(copies)
 
     def _release(self, stage: int, copies: CopyMemory) -> None:
         self._released[stage] = self._released.get(stage, 0) + copies.released
@@ -243,21 +268,16 @@ class _RankCopies:
         own = [copies for at, copies in self._started if at == stage]
         self._kept[stage] = self._kept.get(stage, 0) + sum(copies.kept for copies in own)
         self._started = [(at, copies) for at, copies in self._started if at != stage]
+        self._count()
 
     def _complete(self, end: int) -> None:
         """Mark the collectives before index ``end`` as ended, because the rank has waited for the one at ``end``."""
         self._started[:end] = [(stage, copies.complete()) for stage, copies in self._started[:end]]
 
-    def _level(self, spread: int) -> int:
+    def _level(self) -> int:
         """Return the maximum number of bytes that the rank may hold now.
 
         Any one of the started collectives may be running. The collectives started before that one have ended, because
         collectives run one after the other.
         """
-        copies = [copies for _, copies in self._started]
-        rest = sum(one.buffer for one in copies)
-        most = rest + spread
-        for one in copies:
-            most = max(most, rest + one.working)
-            rest += one.summed - one.buffer
-        return sum(self._kept.values()) + most
+        return sum(self._kept.values()) + max(self._buffers + self._spread, self._copies)

@@ -14,7 +14,7 @@ from pipesched.pipeline.checks.replica_checks import check_axes
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import SearchRequest
-from pipesched.planning.tuner import find_plan, find_plan_of_replicas
+from pipesched.planning.tuner import Tuner, find_plan, find_plan_of_replicas
 from pipesched.simulation.replication import ReplicaCosts, Replication
 from tests.support.jobs import axes
 from tests.support.rank_processes import Ranks
@@ -138,6 +138,18 @@ def test_replicas_go_inside_a_host_if_sums_are_larger_than_messages():
     links = Links.of_hosts(2, 4, inside=Link(1e-6, 1e12), between=Link(1e-6, 1e8))
     plan = tuned(axes={"pipeline": 2, "replicate": 2}, links=links, zero=0)
     assert list(plan.mesh) == ["pp", "dp"]
+
+
+def test_searches_that_share_cuts_find_what_each_finds_alone():
+    solved = {}
+    for zero in (0, 2, 3):
+        replicas = ReplicaCosts(Replication(num_replicas=2, zero=zero), 2, FAST)
+        options = {"replica_costs": replicas, "memory_limit_bytes": 16 * 10**6, "effort": 20_000}
+        search = SearchRequest.of(SMALL_LAYERS, 2, 8, PlanRequest(), **options)
+        found = [Tuner(search, solved=shared).search() for shared in (solved, None)]
+        assert found[0].stages == found[1].stages
+        assert found[0].step_s == found[1].step_s
+    assert solved
 
 
 def test_the_batch_is_that_of_all_replicas(plan):

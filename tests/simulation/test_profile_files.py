@@ -19,6 +19,7 @@ from pipesched import graph_of
 from pipesched.errors import InputError, ScheduleError
 from pipesched.profiling import profile_model
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, messages
+from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.size_interpolation import figure_at
 
@@ -29,6 +30,13 @@ def model() -> nn.Sequential:
 
 def measured(*rows: int) -> Profile:
     return Profile({count: graph_of(model(), torch.randn(count, 8)) for count in rows}, "digest")
+
+
+def test_a_profile_on_another_machine_shares_the_costs_of_sizes_between_measured_ones() -> None:
+    profile = measured(2, 4)
+    other = profile.on(Machine(name="other"))
+    assert (profile.machine.name, other.machine.name) == ("", "other")
+    assert other.graph(3) is profile.graph(3)
 
 
 def test_a_profile_is_what_its_file_says(tmp_path: Path) -> None:

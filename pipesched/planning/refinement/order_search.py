@@ -220,10 +220,11 @@ class OrderSearch:
             if self._bound_s(same) >= best.step_s:
                 return inf
             self._effort.spend(len(same.runs.columns))
-            fit = [each for each in (same, *self._made([same], self._all * _PER_MOVE)) if not any(each.excess_bytes)]
-            if min((each.step_s for each in fit), default=inf) >= best.step_s:
+            both = [same, *self._made([same], self._all * _PER_MOVE)]
+            faster = [each for each in both if each.step_s < best.step_s and not any(each.excess_bytes)]
+            if not faster:
                 return inf
-            best = min(fit, key=_speed)
+            best = min(faster, key=_speed)
             return best.step_s
 
         before = None
