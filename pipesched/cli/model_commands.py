@@ -160,6 +160,9 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     help="A name from `pipesched list`, file.py:function, or auto to search for one.",
 )
 @click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: auto]")
+@click.option(
+    "--effort", type=click.IntRange(min=1), help="Number of actions that the search may simulate.  [default: 3,000,000]"
+)
 @click.option("--all-ranks", is_flag=True, help="Use every rank, even if a plan with fewer ranks is faster.")
 @click.option(
     "--confirm",
@@ -228,6 +231,7 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     batch: int,
     schedule: str,
     microbatches: int | None,
+    effort: int | None,
     all_ranks: bool,
     offload: bool | None,
 ) -> "Plan":
@@ -246,6 +250,7 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
         "memory_limit_bytes": memory_limit,
         "schedule": _schedule(schedule),
         "num_microbatches": microbatches,
+        "effort": effort,
         "all_ranks": all_ranks,
         "offload": "auto" if offload is None else offload,
         "links": None if links is None else read_links(links),

@@ -107,7 +107,7 @@ class _Adviser:
         used = self.plan.program.num_ranks
         ranks = self._request({}).num_ranks
         if used == ranks:
-            return more_in_words("rank", 0, None, self._own_s, f"the plan uses all {ranks}")
+            return more_in_words("rank", 0, None, self._own_s, "all ranks are in use")
         return self._more("rank", ranks, {"all_ranks": True}, "their stages do not fit the layers or the memory limit")
 
     def _more_chunks(self) -> str:

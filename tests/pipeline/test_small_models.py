@@ -15,6 +15,8 @@ from torch.nn import functional
 
 import pipesched
 from pipesched import Costs, Distributed, Pipeline, Plan, Profile, Search, graph_of
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import too_small
 from pipesched.profiling import layer_profiler as profiler
 from pipesched.simulation.overheads import Machine, Overheads
@@ -293,16 +295,21 @@ def test_a_report_says_which_predictions_are_for_other_micro_batches() -> None:
 
 
 def test_a_plan_is_only_said_to_be_too_small_where_it_uses_one_device() -> None:
-    plan = tuned(profile(8e-3))
-    assert not too_small(plan, 8)
+    own = profile(8e-3)
+    plan = tuned(own)
+    search = SearchRequest.of(own, 8, 32, PlanRequest())
+    assert not too_small(plan, search)
     one = replace(plan.alternatives[0], num_ranks=1, step_s=0.0209)
     several = replace(plan.alternatives[0], step_s=0.027)
     small = replace(plan, alternatives=(one, several))
-    assert too_small(small, 8) == (
+    assert too_small(small, search) == (
         "the model is too small to gain from a pipeline: one device takes 20.9 ms per step, and the best plan for "
         "several devices takes 27 ms"
     )
-    assert not too_small(small, 1)
-    assert not too_small(replace(small, alternatives=(one,)), 8)
+    assert not too_small(small, replace(search, num_ranks=1))
+    assert not too_small(small, replace(search, num_stages=1))
+    assert not too_small(replace(small, alternatives=(one,)), search)
     unfit = replace(several, peak_bytes=3, limit_bytes=2)
-    assert not too_small(replace(small, alternatives=(one, unfit)), 8)
+    assert not too_small(replace(small, alternatives=(one, unfit)), search)
+    faster = replace(several, step_s=0.0208)
+    assert not too_small(replace(small, alternatives=(one, faster)), search)
