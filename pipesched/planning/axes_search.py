@@ -196,6 +196,11 @@ class _Division:
     best: EvaluatedCandidate
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether replicas divide the weights (``zero=3``)."""
+        return self.best.replication is not None and self.best.replication.zero == 3
+
+    @property
     def promise_s(self) -> float:
         """The mean of the best plan's step and the lower bound of its stages, in seconds.
 
@@ -214,12 +219,17 @@ def _best_numbered(divisions: Iterable[_Division]) -> Iterable[_Division]:
 
 
 def _by_promise(divisions: Iterable[_Division]) -> list[_Division]:
-    """Return the divisions, the most promising first, but the best value of ``zero=`` for each depth before others."""
+    """Return the divisions, the most promising first, but the best value of ``zero=`` for each depth before others.
+
+    Second comes the division with the lowest bound, without ``zero=3``, because a promise can mislead.
+    """
     ordered = sorted(divisions, key=lambda each: each.promise_s)
     of_depth: dict[int, _Division] = {}
     for own in ordered:
         of_depth.setdefault(own.search.num_ranks, own)
-    return [*of_depth.values(), *(own for own in ordered if own is not of_depth[own.search.num_ranks])]
+    first, *others = [*of_depth.values(), *(own for own in ordered if own is not of_depth[own.search.num_ranks])]
+    lowest = min(ordered, key=lambda each: (each.divides_weights, each.tuner.bound_s()))
+    return [first, *([] if lowest is first else [lowest]), *(own for own in others if own is not lowest)]
 
 
 def _best_of_axes(found: Iterable[_Division]) -> list[_Division]:
