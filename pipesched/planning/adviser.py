@@ -8,6 +8,7 @@ from typing import Any
 
 from pipesched.errors import PipeschedError
 from pipesched.planning.advice import Advice, Cause, NextStep, cause_of, more_in_words
+from pipesched.planning.candidates import LADDER
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate, label_of
 from pipesched.planning.plan import Plan
 from pipesched.planning.profile_search import ProfileSearch
@@ -78,16 +79,16 @@ class _Adviser:
         """Return the best candidate after a change, or None if there is none.
 
         The search gets a part of the effort of the search for the plan. With ``fully``, it is repeated with all of this
-        effort if the part did not suffice.
+        effort if the part did not suffice and layers must be recomputed: then a quick search can miss much.
         """
         try:
             request = self._request(arguments)
             tuner = Tuner(replace(request, effort=max(1, int(request.effort * _QUICK))))
-            has_found = tuner.explore()
-            if fully and not tuner.complete:
-                tuner = Tuner(request)
-                has_found = tuner.explore()
-            return tuner.refine() if has_found else None
+            found = tuner.refine() if tuner.explore() else None
+            if found is None or not fully or tuner.complete or found.candidate.checkpoint == LADDER[0]:
+                return found
+            tuner = Tuner(request)
+            return tuner.refine() if tuner.explore() else None
         except PipeschedError:
             return None
 
