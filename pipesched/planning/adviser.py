@@ -12,7 +12,7 @@ from pipesched.planning.candidates import LADDER
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate, label_of
 from pipesched.planning.plan import Plan
 from pipesched.planning.profile_search import ProfileSearch
-from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.search_request import SearchRequest, limits_of
 from pipesched.planning.step_shares import StepShares
 from pipesched.planning.tuner import Tuner
 from pipesched.simulation.layer_split import with_split_layer
@@ -23,6 +23,7 @@ __all__ = ["advised"]
 
 _QUICK = 1 / 4  # the effort of a quick search, relative to the search for the plan
 _WORTH = 0.02  # a smaller saving is not worth a line
+_SLIGHTLY = 1.1  # a memory limit that is larger by this factor is tried
 _MOST = 3  # lines about what to try next
 _NOTABLE = 0.03  # the smallest share of a step for which a remedy is tried
 _SLOWER = 0.01  # a plan with fewer ranks may be slower by this fraction and still count as equally fast
@@ -182,14 +183,23 @@ class _Adviser:
             yield _RequestChange(cause="choices", words=words, arguments={name: free[name] for name in fixed})
 
     def _larger_limit(self) -> Iterator[_RequestChange]:
-        """Yield the change to a memory limit that suffices for the fastest plan."""
-        if self.search.memory_limit_bytes is None:
+        """Yield the changes to a memory limit that suffices for the fastest plan, and to a slightly larger limit."""
+        limit = self.search.memory_limit_bytes
+        if limit is None:
             return
         found = self._best({"memory_limit_bytes": None})
-        if found is not None:
-            limit = math.ceil(max(found.peak_bytes))
-            words = f"memory_limit_bytes={limit} ({quote_bytes(limit)})"
-            yield _RequestChange(cause="memory", words=words, arguments={"memory_limit_bytes": limit}, found=found)
+        if found is None:
+            return
+        most = math.ceil(max(found.peak_bytes))
+        yield self._limit(most, found)
+        if not self._has_limits and found.step_s < self._own_s * (1 - _WORTH):
+            slightly = math.ceil((limits_of(limit, 1) or (0,))[0] * _SLIGHTLY)
+            if slightly < most:
+                yield self._limit(slightly)
+
+    def _limit(self, limit: int, found: EvaluatedCandidate | None = None) -> _RequestChange:
+        words = f"memory_limit_bytes={limit} ({quote_bytes(limit)})"
+        return _RequestChange(cause="memory", words=words, arguments={"memory_limit_bytes": limit}, found=found)
 
     def _larger_batch(self) -> _RequestChange:
         batch = self.search.batch_size * _TIMES
