@@ -22,6 +22,7 @@ from pipesched.units import counted, quote_bytes, quote_time
 __all__ = ["advised"]
 
 _QUICK = 1 / 4  # the effort of a quick search, relative to the search for the plan
+_QUICK_WITH_AXES = 1 / 12  # the same for plans of replicas, whose own search takes much longer
 _WORTH = 0.02  # a smaller saving is not worth a line
 _SLIGHTLY = 1.1  # a memory limit that is larger by this factor is tried
 _MOST = 3  # lines about what to try next
@@ -84,9 +85,11 @@ class _Adviser:
         """
         try:
             request = self._request(arguments)
-            tuner = Tuner(replace(request, effort=max(1, int(request.effort * _QUICK))))
+            quick = _QUICK_WITH_AXES if self._pinned else _QUICK
+            tuner = Tuner(replace(request, effort=max(1, int(request.effort * quick))))
             found = tuner.refine() if tuner.explore() else None
-            if found is None or not fully or tuner.complete or found.candidate.checkpoint == LADDER[0]:
+            suffices = tuner.complete or found is None or found.candidate.checkpoint == LADDER[0]
+            if suffices or not fully or self._pinned:
                 return found
             tuner = Tuner(request)
             return tuner.refine() if tuner.explore() else None

@@ -395,7 +395,7 @@ def test_counts_that_are_no_whole_numbers(count):
     )
 
 
-@pytest.mark.parametrize("limit", ["10 GB", ["10 GB", "1 GB"], True, [1e9], [1e9, None], [1e9, -1.0]])
+@pytest.mark.parametrize("limit", ["10 G bytes", ["10 GB", "much"], True, [1e9], [1e9, None], [1e9, -1.0]])
 def test_invalid_memory_limits_are_refused(limit):
     match = r"bytes, which applies to each rank, or a list .* each rank \(2 in all\); got .*; for example, pass"
     refused(PartitionError, ValueError, match, search=Search(memory_limit_bytes=limit))
