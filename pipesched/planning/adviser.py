@@ -8,7 +8,6 @@ from typing import Any
 
 from pipesched.errors import PipeschedError
 from pipesched.planning.advice import Advice, Cause, NextStep, cause_of, more_in_words
-from pipesched.planning.candidates import LADDER
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate, label_of
 from pipesched.planning.plan import Plan
 from pipesched.planning.profile_search import ProfileSearch
@@ -23,6 +22,7 @@ __all__ = ["advised"]
 
 _QUICK = 1 / 4  # the effort of a quick search, relative to the search for the plan
 _QUICK_WITH_AXES = 1 / 12  # the same for plans of replicas, whose own search takes much longer
+_LEAST_EFFORT = 250_000  # actions: with less, quick searches miss remedies that are worth a line
 _WORTH = 0.02  # a smaller saving is not worth a line
 _SLIGHTLY = 1.1  # a memory limit that is larger by this factor is tried
 _MOST = 3  # lines about what to try next
@@ -77,22 +77,21 @@ class _Adviser:
         same = [one for one in searches if one.replica_costs and own and _alike(one.replica_costs.replication, own)]
         return (same or searches)[0]
 
-    def _best(self, arguments: dict[str, Any], *, fully: bool = True) -> EvaluatedCandidate | None:
+    def _best(self, arguments: dict[str, Any], *, fully: bool = False) -> EvaluatedCandidate | None:
         """Return the best candidate after a change, or None if there is none.
 
-        The search gets a part of the effort of the search for the plan. With ``fully``, it is repeated with all of this
-        effort if the part did not suffice and layers must be recomputed: then a quick search can miss much.
+        A quick search gets a part of the effort of the search for the plan. With ``fully``, the search is repeated with
+        all of this effort if the part did not suffice.
         """
         try:
             request = self._request(arguments)
-            quick = _QUICK_WITH_AXES if self._pinned else _QUICK
-            tuner = Tuner(replace(request, effort=max(1, int(request.effort * quick))))
-            found = tuner.refine() if tuner.explore() else None
-            suffices = tuner.complete or found is None or found.candidate.checkpoint == LADDER[0]
-            if suffices or not fully or self._pinned:
-                return found
-            tuner = Tuner(request)
-            return tuner.refine() if tuner.explore() else None
+            quick = int(request.effort * (_QUICK_WITH_AXES if self._pinned else _QUICK))
+            tuner = Tuner(replace(request, effort=min(request.effort, max(_LEAST_EFFORT, quick))))
+            has_found = tuner.explore()
+            if has_found and fully and not (tuner.complete or self._pinned):
+                tuner = Tuner(request)
+                has_found = tuner.explore()
+            return tuner.refine() if has_found else None
         except PipeschedError:
             return None
 
@@ -143,7 +142,7 @@ class _Adviser:
         return self._more("micro-batch", min(more), change, "no such plan fits into the memory limit")
 
     def _more(self, what: str, count: int, arguments: dict[str, Any], reason: str) -> str:
-        found = self._best(arguments, fully=False)
+        found = self._best(arguments)
         return more_in_words(what, count, None if found is None else float(found.step_s), self._own_s, reason)
 
     def _links_among(self, num_ranks: int) -> Links | None:
@@ -153,11 +152,12 @@ class _Adviser:
     # ---- what to try next ---------------------------------------------------------------------------------------
 
     def next_steps(self) -> tuple[NextStep, ...]:
-        """Return what to try next, the largest saving first."""
-        steps = [step for change in self._changes() for step in self._tried(change)]
-        cause = cause_of(self.shares, Advice(next_steps=tuple(steps)))
-        steps.sort(key=lambda step: (step.cause != cause, -step.saving))
-        return tuple(steps[:_MOST])
+        """Return what to try next: first what removes the cause that binds the plan, then the largest savings."""
+        quick = [(change, step) for change in self._changes() for step in self._tried(change, change.found)]
+        cause = cause_of(self.shares, Advice(next_steps=tuple(step for _, step in quick)))
+        quick.sort(key=lambda pair: (pair[0].cause != cause, -pair[1].saving))
+        kept = [change for change, _ in quick[:_MOST]]
+        return tuple(step for change in kept for step in self._tried(change, self._best(change.arguments, fully=True)))
 
     def _changes(self) -> Iterator[_RequestChange]:
         """Yield the changes that may help, according to what the step is spent on."""
@@ -233,7 +233,7 @@ class _Adviser:
         used = self.plan.program.num_ranks
         for count in sorted({used // 4, used // 2, used * 3 // 4} - {0, used}):
             change = {"num_ranks": count, "links": self._links_among(count)}
-            found = self._best(change, fully=False)
+            found = self._best(change)
             if found is not None and found.step_s <= self._own_s * (1 + _SLOWER):
                 yield _RequestChange(cause="ranks", words=f"num_ranks={count}", arguments=change, found=found)
                 return
@@ -258,9 +258,9 @@ class _Adviser:
             change["axes"] = {**axes, "replicate": axes["replicate"] * _TIMES}
         yield _RequestChange(cause="compute", words=f"num_ranks={ranks}", arguments=change)
 
-    def _tried(self, change: _RequestChange) -> Iterator[NextStep]:
+    def _tried(self, change: _RequestChange, found: EvaluatedCandidate | None) -> Iterator[NextStep]:
         """Search again after a change, and yield it as a next step if it is worth a line."""
-        found = change.found or self._best(change.arguments)
+        found = found or self._best(change.arguments)
         if found is None:
             return
         step_s = float(found.step_s)

@@ -38,7 +38,7 @@ Zero = Literal["auto"] | int
 #: because zero=1 never needs less peak memory than zero=2, and sends more bytes. zero=3 needs less memory than zero=2
 #: only if weights are gathered for each use.
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
-_EFFORT = 6_000_000  # actions to simulate in all full searches together
+_EFFORT = 8_000_000  # actions to simulate in all full searches together
 _SHOWN = 12  # number of alternatives to list
 
 
