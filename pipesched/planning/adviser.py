@@ -87,11 +87,11 @@ class _Adviser:
             request = self._request(arguments)
             quick = int(request.effort * (_QUICK_WITH_AXES if self._pinned else _QUICK))
             tuner = Tuner(replace(request, effort=min(request.effort, max(_LEAST_EFFORT, quick))))
-            has_found = tuner.explore()
-            if has_found and fully and not (tuner.complete or self._pinned):
-                tuner = Tuner(request)
-                has_found = tuner.explore()
-            return tuner.refine() if has_found else None
+            found = tuner.refine() if tuner.explore() else None
+            if found is None or not fully or tuner.complete or self._pinned:
+                return found
+            tuner = Tuner(request)
+            return tuner.refine() if tuner.explore() else None
         except PipeschedError:
             return None
 

@@ -184,6 +184,7 @@ class Tuner:
         if self._search.searches_orders:
             orders = OrderSearch(self._evaluator, self._order_effort, lambda found: _bound_s(found, split=True))
             self._found += orders.improve(self._found, self._moved, self._unrecomputed())
+            self.complete = self.complete and self._order_effort.left > 0
             if self._search.schedule is not None:  # the user chose `searched`: also consider the best known order
                 self._found.append(as_searched(self.best()[0]))
         return self._chosen()
