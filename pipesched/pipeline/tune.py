@@ -24,7 +24,7 @@ from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.profile_search import ProfileSearch
+from pipesched.planning.profile_search import ProfileSearch, check_effort
 from pipesched.planning.progress_bar import progress_bar
 from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, SearchRequest
 from pipesched.profiling.optimizer_costs import check_optimizer, with_updates
@@ -190,6 +190,7 @@ def tune(
     if mesh is not None or axes is not None:
         ranks_are = "processes"
     _check_axes(axes, num_ranks, confirm)
+    check_effort(effort, axes, zero)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")

@@ -19,7 +19,7 @@ from pipesched.simulation.overheads import RanksAre, check_ranks_are
 from pipesched.simulation.profile import Profile
 from pipesched.user_warning import warn
 
-__all__ = ["ProfileSearch"]
+__all__ = ["ProfileSearch", "check_effort"]
 
 _NO_STATE = (
     "assumed, because the profile has no optimizer: the optimizer keeps no state; pass optimizer= to count it towards "
@@ -57,21 +57,7 @@ class ProfileSearch:
             raise PartitionError(
                 f"num_ranks must be a whole number, at least 1; got {shown(self.num_ranks)}; pass 1 or more"
             )
-        if self.axes is None and self.zero != "auto":
-            raise InputError(
-                f"zero= splits optimizer states across replicas; got zero={self.zero!r} without axes=; pass "
-                f"axes='auto', or leave zero= out"
-            )
-        if self.effort is not None and not is_count(self.effort):
-            raise InputError(
-                f"effort= must be the number of actions that a search may simulate, at least 1; got "
-                f"{shown(self.effort)}; pass a whole number such as {EFFORT:_}"
-            )
-        if self.effort is not None and self.axes is not None:
-            raise InputError(
-                f"effort= limits a single search, but axes= starts a search for each division of the ranks; got "
-                f"effort={self.effort!r} with axes={shown(self.axes)}; leave one of them out"
-            )
+        check_effort(self.effort, self.axes, self.zero)
 
     @cached_property
     def search_request(self) -> SearchRequest:
@@ -135,3 +121,22 @@ class ProfileSearch:
         own = {item.name for item in fields(self)}
         of_request = {name: changes.pop(name) for name in tuple(changes) if name not in own}
         return replace(self, request=replace(self.request, **of_request), **changes)
+
+
+def check_effort(effort: Any, axes: Any, zero: Any) -> None:
+    """Raise InputError for an ``effort`` that is no count, and for ``effort`` or ``zero`` that contradict ``axes``."""
+    if axes is None and zero != "auto":
+        raise InputError(
+            f"zero= splits optimizer states across replicas; got zero={zero!r} without axes=; pass axes='auto', or "
+            f"leave zero= out"
+        )
+    if effort is not None and not is_count(effort):
+        raise InputError(
+            f"effort= must be the number of actions that a search may simulate, at least 1; got {shown(effort)}; pass "
+            f"a whole number such as {EFFORT:_}"
+        )
+    if effort is not None and axes is not None:
+        raise InputError(
+            f"effort= limits a single search, but axes= starts a search for each division of the ranks; got "
+            f"effort={effort!r} with axes={shown(axes)}; leave one of them out"
+        )

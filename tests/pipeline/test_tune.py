@@ -118,6 +118,22 @@ def test_only_the_size_of_a_given_number_of_micro_batches_is_measured(monkeypatc
         assert sorted(profiles.pop().graphs) == sizes
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"effort": 0}, "effort= must be the number of actions"),
+        ({"zero": 2}, "zero= splits optimizer states across replicas"),
+        ({"axes": "auto", "effort": 5000}, "effort= limits a single search"),
+    ],
+)
+def test_options_of_the_search_are_refused_before_the_layers_are_measured(monkeypatch, options, says):
+    from pipesched.pipeline import tune as tuning
+
+    monkeypatch.setattr(tuning, "measure", lambda *_, **__: pytest.fail("the layers were measured"))
+    with pytest.raises(InputError, match=says):
+        pipesched.tune(model(), torch.randn(8, 8), num_ranks=2, batch_size=32, **options)
+
+
 def test_searches_between_trial_runs_take_less_effort(monkeypatch):
     from pipesched.pipeline import tune as tuning
 
