@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from os import PathLike
 from typing import Any
@@ -152,7 +153,7 @@ class Plan:
             return None
         return schedule if made == self.chained else None
 
-    @property
+    @cached_property
     def completed(self) -> Program:
         """The program with all actions that ``completion`` adds."""
         return self.completion.complete(self.program)
@@ -362,9 +363,9 @@ class Plan:
                 replication=maybe(Replication.from_dict)(values.get("replication")),
                 completion=_read_completion(values),
                 proved_bound_s=_as_bound(values.get("proved_bound_s")),
-                posted=int(values.get("posted", 0)),
+                posted=_as_posted(values.get("posted", 0)),
                 layer_classes=_as_classes(values.get("layer_classes", {})),
-                notes=as_notes(values.get("notes", ())),
+                notes=as_notes(values.get("notes", ()), "a plan"),
                 shares=maybe(_shares)(values.get("shares")),
                 advice=Advice.from_dict(values.get("advice", {})),
                 microbatch_rows=_as_rows(values.get("microbatch_rows")),
@@ -448,6 +449,12 @@ def _as_classes(values: Any) -> Mapping[str, str]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values.values()):
         raise TypeError(f"layer_classes must map layers to the names of classes; got {shown(values)}")
     return dict(values)
+
+
+def _as_posted(value: Any) -> int:
+    if not is_count(value, 0):
+        raise TypeError(f"posted must be a whole number, at least 0; got {shown(value)}")
+    return value  # type: ignore[no-any-return]  # checked above
 
 
 def _as_rows(value: Any) -> int | None:

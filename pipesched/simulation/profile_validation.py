@@ -98,10 +98,10 @@ def _check_costs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
         )
 
 
-def as_notes(values: Any) -> tuple[str, ...]:
-    """Return the notes of a profile as a tuple. Raises ScheduleError unless they are a list of strings."""
+def as_notes(values: Any, of: str = "a profile") -> tuple[str, ...]:
+    """Return the notes of a profile or a plan as a tuple. Raises ScheduleError unless they are a list of strings."""
     if not isinstance(values, list | tuple) or not all(isinstance(note, str) for note in values):
-        raise ScheduleError(f"the notes of a profile must be a list of strings; got {shown(values)}; pass a list")
+        raise ScheduleError(f"the notes of {of} must be a list of strings; got {shown(values)}; pass a list")
     return tuple(values)
 
 
