@@ -12,7 +12,17 @@ from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.units import counted, quote_bytes, quote_time
 
-__all__ = ["NO_ADVICE", "Advice", "Cause", "NextStep", "binding", "cause_of", "more_in_words", "places_of"]
+__all__ = [
+    "NO_ADVICE",
+    "Advice",
+    "Cause",
+    "NextStep",
+    "binding",
+    "cause_of",
+    "more_in_words",
+    "no_more_in_words",
+    "places_of",
+]
 
 #: What binds a step.
 Cause = Literal["compute", "messages", "replicas", "memory", "micro-batches", "balance", "ranks", "choices"]
@@ -33,7 +43,7 @@ _NAMES = {
 class NextStep:
     """A change of a request for a plan, and the step time that the simulator expects after planning again."""
 
-    #: What the change removes.
+    #: The cause that the change removes, or makes smaller.
     cause: Cause
     #: The changed arguments, as text.
     change: str
@@ -41,7 +51,7 @@ class NextStep:
     step_s: float
     #: The expected time for each row, relative to that of the plan: 0.8 saves 20 %.
     ratio: float
-    #: What the saving is, as text.
+    #: The saving as text.
     effect: str
     #: The changed arguments of `pipesched.tune_profile`. Not saved.
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -57,7 +67,7 @@ class NextStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What a search found out beside its plan."""
+    """Answers to the questions why a plan is as it is and what to try next, found by searching again."""
 
     #: For ranks, chunks and micro-batches, a sentence that says why the plan does not have more.
     why_not_more: tuple[str, ...] = ()
@@ -162,19 +172,20 @@ def _message_s(costs: Costs, sender: int, receiver: int, size: int) -> float:
     return costs.transfer_s + (costs.links.link(sender, receiver).time_s(size) if costs.links is not None else 0.0)
 
 
-def more_in_words(what: str, count: int, step_s: float | None, own_s: float, reason: str = "") -> str:
-    """Return the sentence that says why a plan does not have more of something.
+def more_in_words(what: str, count: int, step_s: float, own_s: float) -> str:
+    """Return the sentence that says why a plan does not have more of something: the step of the nearest alternative.
 
     Args:
         what: a rank, a chunk or a micro-batch.
         count: the number in the nearest alternative.
-        step_s: the simulated step of this alternative. None: there is none, for the ``reason``.
+        step_s: the simulated step of this alternative.
         own_s: the simulated step of the plan.
-        reason: why there is no alternative.
 
     """
-    plural = counted(2, what).partition(" ")[2]
-    if step_s is None:
-        return f"why not more {plural}: {reason}"
     more = step_s / own_s - 1 if own_s else 0.0
-    return f"why not more {plural}: the best plan with {counted(count, what)} takes {quote_time(step_s)} ({more:+.1%})"
+    return no_more_in_words(what, f"the best plan with {counted(count, what)} takes {quote_time(step_s)} ({more:+.1%})")
+
+
+def no_more_in_words(what: str, reason: str) -> str:
+    """Return the sentence that says why a plan does not have more ranks, chunks or micro-batches."""
+    return f"why not more {counted(2, what).removeprefix('2 ')}: {reason}"

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipesched.errors import PipeschedError
-from pipesched.planning.advice import Advice, Cause, NextStep, cause_of, more_in_words
+from pipesched.planning.advice import Advice, Cause, NextStep, cause_of, more_in_words, no_more_in_words
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate, label_of
 from pipesched.planning.plan import Plan
 from pipesched.planning.profile_search import ProfileSearch
@@ -40,6 +40,14 @@ def advised(search: ProfileSearch, plan: Plan) -> Plan:
     return replace(plan, advice=Advice(why_not_more=tuple(adviser.why_not_more()), next_steps=adviser.next_steps()))
 
 
+class _Found(NamedTuple):
+    """The result of a search."""
+
+    candidate: EvaluatedCandidate
+    #: Whether the effort sufficed.
+    complete: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class _RequestChange:
     """A change of a search, with the words for it."""
@@ -47,8 +55,8 @@ class _RequestChange:
     cause: Cause
     words: str
     arguments: dict[str, Any]
-    #: The best candidate after the change. None: not searched yet.
-    found: EvaluatedCandidate | None = None
+    #: The result of a quick search. None: not searched yet.
+    quick: _Found | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,21 +85,17 @@ class _Adviser:
         same = [one for one in searches if one.replica_costs and own and _alike(one.replica_costs.replication, own)]
         return (same or searches)[0]
 
-    def _best(self, arguments: dict[str, Any], *, fully: bool = False) -> EvaluatedCandidate | None:
-        """Return the best candidate after a change, or None if there is none.
+    def _quick(self, arguments: dict[str, Any]) -> _Found | None:
+        """Search with a part of the effort of the search for the plan. Returns None if there is no candidate."""
+        return self._searched(arguments, _QUICK_WITH_AXES if self._pinned else _QUICK)
 
-        A quick search gets a part of the effort of the search for the plan. With ``fully``, the search is repeated with
-        all of this effort if the part did not suffice.
-        """
+    def _searched(self, arguments: dict[str, Any], effort: float = 1.0) -> _Found | None:
+        """Search after a change, with an effort relative to that of the search for the plan."""
         try:
             request = self._request(arguments)
-            quick = int(request.effort * (_QUICK_WITH_AXES if self._pinned else _QUICK))
-            tuner = Tuner(replace(request, effort=min(request.effort, max(_LEAST_EFFORT, quick))))
-            found = tuner.refine() if tuner.explore() else None
-            if found is None or not fully or tuner.complete or self._pinned:
-                return found
-            tuner = Tuner(request)
-            return tuner.refine() if tuner.explore() else None
+            least = min(request.effort, _LEAST_EFFORT)
+            tuner = Tuner(replace(request, effort=max(least, int(request.effort * effort))))
+            return _Found(tuner.refine(), tuner.complete) if tuner.explore() else None
         except PipeschedError:
             return None
 
@@ -111,7 +115,7 @@ class _Adviser:
         used = self.plan.program.num_ranks
         ranks = self._request({}).num_ranks
         if used == ranks:
-            return more_in_words("rank", 0, None, self._own_s, "all ranks are in use")
+            return no_more_in_words("rank", "all ranks are in use")
         return self._more("rank", ranks, {"all_ranks": True}, "their stages do not fit the layers or the memory limit")
 
     def _more_chunks(self) -> str:
@@ -120,10 +124,10 @@ class _Adviser:
         stages = chunks * program.num_ranks
         layers = sum(map(len, self.plan.stages))
         if self.search.request.num_stages is not None or self.search.request.schedule != "auto":
-            return more_in_words("chunk", 0, None, self._own_s, "the request fixes the stages or the schedule")
+            return no_more_in_words("chunk", "the request fixes the stages or the schedule")
         if stages > layers:
             reason = f"{counted(layers, 'layer')} cannot be cut into {stages} stages"
-            return more_in_words("chunk", 0, None, self._own_s, reason)
+            return no_more_in_words("chunk", reason)
         fixed = {} if self._pinned else {"num_ranks": program.num_ranks, "links": self._links_among(program.num_ranks)}
         change = {"num_stages": stages, "all_ranks": True, **fixed}
         return self._more("chunk", chunks, change, "no such plan fits into the memory limit")
@@ -132,18 +136,20 @@ class _Adviser:
         count = self.plan.program.num_microbatches
         if self.search.request.num_microbatches is not None:
             reason = f"the request fixes {counted(count, 'micro-batch')}"
-            return more_in_words("micro-batch", 0, None, self._own_s, reason)
+            return no_more_in_words("micro-batch", reason)
         more = [other for other in self._request({}).num_microbatches if other > count]
         if not more:
             rows = min(self.search.profile.graphs)
             reason = f"the profile has no costs for fewer than {counted(rows, 'row')}; add them to let the search try"
-            return more_in_words("micro-batch", 0, None, self._own_s, reason)
+            return no_more_in_words("micro-batch", reason)
         change = {"num_microbatches": min(more)}
         return self._more("micro-batch", min(more), change, "no such plan fits into the memory limit")
 
     def _more(self, what: str, count: int, arguments: dict[str, Any], reason: str) -> str:
-        found = self._best(arguments)
-        return more_in_words(what, count, None if found is None else float(found.step_s), self._own_s, reason)
+        found = self._quick(arguments)
+        if found is None:
+            return no_more_in_words(what, reason)
+        return more_in_words(what, count, float(found.candidate.step_s), self._own_s)
 
     def _links_among(self, num_ranks: int) -> Links | None:
         links = self.search.links
@@ -153,11 +159,23 @@ class _Adviser:
 
     def next_steps(self) -> tuple[NextStep, ...]:
         """Return what to try next: first what removes the cause that binds the plan, then the largest savings."""
-        quick = [(change, step) for change in self._changes() for step in self._tried(change, change.found)]
-        cause = cause_of(self.shares, Advice(next_steps=tuple(step for _, step in quick)))
-        quick.sort(key=lambda pair: (pair[0].cause != cause, -pair[1].saving))
-        kept = [change for change, _ in quick[:_MOST]]
-        return tuple(step for change in kept for step in self._tried(change, self._best(change.arguments, fully=True)))
+        quick: list[tuple[NextStep, _RequestChange, _Found]] = []
+        for change in self._changes():
+            found = change.quick or self._quick(change.arguments)
+            step = None if found is None else self._step(change, found)
+            if found is not None and step is not None:
+                quick.append((step, change, found))
+        cause = cause_of(self.shares, Advice(next_steps=tuple(step for step, _, _ in quick)))
+        quick.sort(key=lambda own: (own[0].cause != cause, -own[0].saving))
+        kept = (
+            step if found.complete or self._pinned else self._fully(change) for step, change, found in quick[:_MOST]
+        )
+        return tuple(step for step in kept if step is not None)
+
+    def _fully(self, change: _RequestChange) -> NextStep | None:
+        """Search again after a change with all effort, because a quick search did not suffice."""
+        found = self._searched(change.arguments)
+        return None if found is None else self._step(change, found)
 
     def _changes(self) -> Iterator[_RequestChange]:
         """Yield the changes that may help, according to what the step is spent on."""
@@ -190,19 +208,19 @@ class _Adviser:
         limit = self.search.memory_limit_bytes
         if limit is None:
             return
-        found = self._best({"memory_limit_bytes": None})
+        found = self._quick({"memory_limit_bytes": None})
         if found is None:
             return
-        most = math.ceil(max(found.peak_bytes))
-        yield self._limit(most, found)
-        if not self._has_limits and found.step_s < self._own_s * (1 - _WORTH):
+        most = math.ceil(max(found.candidate.peak_bytes))
+        yield self._limit(most)
+        if not self._has_limits and found.candidate.step_s < self._own_s * (1 - _WORTH):
             slightly = math.ceil((limits_of(limit, 1) or (0,))[0] * _SLIGHTLY)
             if slightly < most:
                 yield self._limit(slightly)
 
-    def _limit(self, limit: int, found: EvaluatedCandidate | None = None) -> _RequestChange:
+    def _limit(self, limit: int) -> _RequestChange:
         words = f"memory_limit_bytes={limit} ({quote_bytes(limit)})"
-        return _RequestChange(cause="memory", words=words, arguments={"memory_limit_bytes": limit}, found=found)
+        return _RequestChange(cause="memory", words=words, arguments={"memory_limit_bytes": limit})
 
     def _larger_batch(self) -> _RequestChange:
         batch = self.search.batch_size * _TIMES
@@ -233,9 +251,9 @@ class _Adviser:
         used = self.plan.program.num_ranks
         for count in sorted({used // 4, used // 2, used * 3 // 4} - {0, used}):
             change = {"num_ranks": count, "links": self._links_among(count)}
-            found = self._best(change)
-            if found is not None and found.step_s <= self._own_s * (1 + _SLOWER):
-                yield _RequestChange(cause="ranks", words=f"num_ranks={count}", arguments=change, found=found)
+            found = self._quick(change)
+            if found is not None and found.candidate.step_s <= self._own_s * (1 + _SLOWER):
+                yield _RequestChange(cause="ranks", words=f"num_ranks={count}", arguments=change, quick=found)
                 return
 
     @property
@@ -258,21 +276,18 @@ class _Adviser:
             change["axes"] = {**axes, "replicate": axes["replicate"] * _TIMES}
         yield _RequestChange(cause="compute", words=f"num_ranks={ranks}", arguments=change)
 
-    def _tried(self, change: _RequestChange, found: EvaluatedCandidate | None) -> Iterator[NextStep]:
-        """Search again after a change, and yield it as a next step if it is worth a line."""
-        found = found or self._best(change.arguments)
-        if found is None:
-            return
-        step_s = float(found.step_s)
+    def _step(self, change: _RequestChange, found: _Found) -> NextStep | None:
+        """Return the next step that a change is; None if it saves too little for a line."""
+        step_s = float(found.candidate.step_s)
         times = change.arguments.get("batch_size", self.search.batch_size) / self.search.batch_size
         ratio = step_s / times / self._own_s if self._own_s else 1.0
         saving = 1 - ratio
         if change.cause == "ranks":
             used = self.plan.program.num_ranks
-            free = counted(used - found.candidate.num_ranks, "rank")
+            free = counted(used - found.candidate.candidate.num_ranks, "rank")
             effect = f"{quote_time(step_s)} per step, as fast, with {free} fewer"
         elif saving < _WORTH:
-            return
+            return None
         elif times > 1:
             rows = self.search.batch_size
             each = [quote_time(seconds) for seconds in (step_s / times / rows, self._own_s / rows)]
@@ -280,9 +295,9 @@ class _Adviser:
         else:
             effect = (
                 f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less, with "
-                f"{label_of(found.candidate)}"
+                f"{label_of(found.candidate.candidate)}"
             )
-        yield NextStep(
+        return NextStep(
             cause=change.cause,
             change=change.words,
             step_s=step_s,

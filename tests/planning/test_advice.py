@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pipesched import Link, Links, Plan, Profile, tune_profile
+from pipesched.errors import ScheduleError
 from pipesched.planning.advice import NextStep, cause_of
 
 MIB = 1 << 20
@@ -71,6 +72,14 @@ def test_a_plan_names_what_binds_it_and_a_next_step_that_removes_it(cause: str) 
     assert followed.shares is not None
     assert reached(step, followed)
     assert followed.program.num_ranks < plan.program.num_ranks if cause == "ranks" else step.saving > 0.1
+
+
+@pytest.mark.parametrize("posted", ["x", -1, 1.5, None, True])
+def test_a_saved_plan_with_a_wrong_number_of_posted_receives_is_refused(posted: Any) -> None:
+    saved = planned("ranks").to_dict()
+    assert saved["posted"] == 4
+    with pytest.raises(ScheduleError, match="posted must be a whole number"):
+        Plan.from_dict({**saved, "posted": posted})
 
 
 def reached(step: NextStep, plan: Plan) -> bool:
