@@ -85,7 +85,7 @@ LAYOUTS = {
     ],
 }
 
-#: What the papers report, and how it differs from what is simulated here.
+#: Figures that the papers report, and how their runs differ from the simulated ones.
 REPORTED = {
     "gpt-3-175b": (
         "Narayanan et al. 2021 count recomputed operations in their TFLOP/s; the step follows from the rate. Memory is "

@@ -6,7 +6,7 @@ from the formulas of `cost_tables`; nothing is measured. If a paper splits the l
 contain the all-reduces inside the group: two in a forward, and two in a backward (Narayanan et al. 2021, section 2.3).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,13 +64,13 @@ class PublishedModel:
     """A published model: its shape as a function that lists the layers, and the batch of a training step."""
 
     title: str
-    #: Where the shape and the batch are published, and what was assumed.
+    #: The sources of the shape and of the batch, and the assumptions.
     source: tuple[str, ...]
     #: The published number of parameters.
     num_parameters: float
     #: A function (device, rows of a micro-batch) -> layers.
     layers: Callable[[Device, int], TableLayers]
-    #: What a row of a batch is.
+    #: The unit of a batch, such as "sequence".
     row: str
     #: The numbers of rows in a micro-batch, and in a batch.
     sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -124,6 +124,14 @@ class PublishedModel:
         return Links(inside=host.inside).all_reduce_s(size * self.summed_bytes, ring) if self.group > 1 else 0.0
 
 
+def language_model(embedding: Work, blocks: Sequence[Work], head: TableLayer, given: int) -> TableLayers:
+    """An embedding, blocks whose outputs have ``given`` bytes, and a head."""
+    yield TableLayer(name="embedding", work=embedding, output_bytes=given)
+    for layer, block in enumerate(blocks):
+        yield TableLayer(name=f"layers.{layer}", work=block, output_bytes=given)
+    yield head
+
+
 def gpt_3_175b(device: Device, sequences: int) -> TableLayers:
     """96 layers of width 12,288; the head shares the weights of the embedding."""
     rows, width, vocabulary = 2048 * sequences, 12288, 51_200
@@ -133,10 +141,8 @@ def gpt_3_175b(device: Device, sequences: int) -> TableLayers:
     embedding = device.embedding(rows, width, vocabulary)
     positions = 2048 * width
     first = replace(embedding, parameters=embedding.parameters + positions)
-    yield TableLayer(name="embedding", work=first, output_bytes=given)
-    for layer in range(96):
-        yield TableLayer(name=f"layers.{layer}", work=block, output_bytes=given)
-    yield TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4, tied_to="embedding")
+    head = TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4, tied_to="embedding")
+    yield from language_model(first, [block] * 96, head, given)
 
 
 def llama_3_70b(device: Device, sequences: int) -> TableLayers:
@@ -145,24 +151,20 @@ def llama_3_70b(device: Device, sequences: int) -> TableLayers:
     given = rows * width * WIDE
     block = device.self_attention(rows, 8192, width, 64, 128, 8, causal=True)
     block += device.feed_forward(rows, width, 28_672, gated=True)
-    yield TableLayer(name="embedding", work=device.embedding(rows, width, vocabulary), output_bytes=given)
-    for layer in range(80):
-        yield TableLayer(name=f"layers.{layer}", work=block, output_bytes=given)
-    yield TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4)
+    head = TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4)
+    yield from language_model(device.embedding(rows, width, vocabulary), [block] * 80, head, given)
 
 
 def mixtral_8x7b(device: Device, sequences: int) -> TableLayers:
-    """32 layers of width 4,096 with 8 experts, two of which serve a token."""
+    """32 layers of width 4,096 with 8 experts. Each token goes through two of the experts."""
     tokens, width, vocabulary = 32_768, 4096, 32_000
     rows = tokens * sequences
     given = rows * width * WIDE
     block = device.self_attention(rows, tokens, width, 32, 128, 8, causal=True)
     block += device.feed_forward(rows, width, 14_336, gated=True, experts=8, chosen=2)
     block += device.product(rows, width, 8)  # the router
-    yield TableLayer(name="embedding", work=device.embedding(rows, width, vocabulary), output_bytes=given)
-    for layer in range(32):
-        yield TableLayer(name=f"layers.{layer}", work=block, output_bytes=given)
-    yield TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4)
+    head = TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4)
+    yield from language_model(device.embedding(rows, width, vocabulary), [block] * 32, head, given)
 
 
 def vit_22b(device: Device, images: int) -> TableLayers:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipesched import Costs, schedules, simulate
-from pipesched.planning.advice import NO_ADVICE
+from pipesched import Costs, Plan, schedules, simulate
 from pipesched.planning.report.findings import findings
 from pipesched.program.actions import Kind
 from pipesched.program.lowering import add_gathers, add_reductions
@@ -48,20 +47,7 @@ def test_a_text_timeline_marks_gathers_with_a_letter(trace):
 
 
 def test_a_report_says_how_much_of_both_is_hidden(trace):
-    plan = type(
-        "NoPlan",
-        (),
-        {
-            "costs": None,
-            "alternatives": (),
-            "partition": None,
-            "ties": (),
-            "notes": (),
-            "advice": NO_ADVICE,
-            "binding": lambda *_: (),
-            "bound_in_words": lambda *_: (),
-        },
-    )()
+    plan = Plan(stages=(("0",), ("1",)), schedule="1f1b", program=PLAIN)
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
         "predicted gradient reductions and weight gathers: 50.0% of their time is in bubbles, "

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipesched import Costs, schedules, simulate
-from pipesched.planning.advice import NO_ADVICE
+from pipesched import Costs, Plan, schedules, simulate
 from pipesched.planning.report.findings import findings
 from pipesched.program.actions import Kind
 from pipesched.program.lowering import add_reductions
@@ -50,20 +49,7 @@ def test_a_text_timeline_has_a_second_line_for_the_reductions_of_a_rank(trace):
 
 
 def test_a_report_says_how_much_is_hidden(trace):
-    plan = type(
-        "NoPlan",
-        (),
-        {
-            "costs": None,
-            "alternatives": (),
-            "partition": None,
-            "ties": (),
-            "notes": (),
-            "advice": NO_ADVICE,
-            "binding": lambda *_: (),
-            "bound_in_words": lambda *_: (),
-        },
-    )()
+    plan = Plan(stages=(("0",), ("1",)), schedule="1f1b", program=PLAIN)
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
         "predicted gradient reductions: 50.0% of their time is in bubbles, 25.0% overlaps with compute, and 25.0% comes"
