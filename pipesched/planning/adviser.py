@@ -40,7 +40,7 @@ def advised(search: ProfileSearch, plan: Plan) -> Plan:
     return replace(plan, advice=Advice(why_not_more=tuple(adviser.why_not_more()), next_steps=adviser.next_steps()))
 
 
-class _Found(NamedTuple):
+class _FoundPlan(NamedTuple):
     """The result of a search."""
 
     candidate: EvaluatedCandidate
@@ -56,7 +56,7 @@ class _RequestChange:
     words: str
     arguments: dict[str, Any]
     #: The result of a quick search. None: not searched yet.
-    quick: _Found | None = None
+    quick: _FoundPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +85,17 @@ class _Adviser:
         same = [one for one in searches if one.replica_costs and own and _alike(one.replica_costs.replication, own)]
         return (same or searches)[0]
 
-    def _quick(self, arguments: dict[str, Any]) -> _Found | None:
+    def _quick(self, arguments: dict[str, Any]) -> _FoundPlan | None:
         """Search with a part of the effort of the search for the plan. Returns None if there is no candidate."""
         return self._searched(arguments, _QUICK_WITH_AXES if self._pinned else _QUICK)
 
-    def _searched(self, arguments: dict[str, Any], effort: float = 1.0) -> _Found | None:
+    def _searched(self, arguments: dict[str, Any], effort: float = 1.0) -> _FoundPlan | None:
         """Search after a change, with an effort relative to that of the search for the plan."""
         try:
             request = self._request(arguments)
             least = min(request.effort, _LEAST_EFFORT)
             tuner = Tuner(replace(request, effort=max(least, int(request.effort * effort))))
-            return _Found(tuner.refine(), tuner.complete) if tuner.explore() else None
+            return _FoundPlan(tuner.refine(), tuner.complete) if tuner.explore() else None
         except PipeschedError:
             return None
 
@@ -159,7 +159,7 @@ class _Adviser:
 
     def next_steps(self) -> tuple[NextStep, ...]:
         """Return what to try next: first what removes the cause that binds the plan, then the largest savings."""
-        quick: list[tuple[NextStep, _RequestChange, _Found]] = []
+        quick: list[tuple[NextStep, _RequestChange, _FoundPlan]] = []
         for change in self._changes():
             found = change.quick or self._quick(change.arguments)
             step = None if found is None else self._step(change, found)
@@ -276,7 +276,7 @@ class _Adviser:
             change["axes"] = {**axes, "replicate": axes["replicate"] * _TIMES}
         yield _RequestChange(cause="compute", words=f"num_ranks={ranks}", arguments=change)
 
-    def _step(self, change: _RequestChange, found: _Found) -> NextStep | None:
+    def _step(self, change: _RequestChange, found: _FoundPlan) -> NextStep | None:
         """Return the next step that a change is; None if it saves too little for a line."""
         step_s = float(found.candidate.step_s)
         times = change.arguments.get("batch_size", self.search.batch_size) / self.search.batch_size

@@ -154,7 +154,7 @@ def test_a_loss_that_reaches_the_models_weights_leaves_no_gradients() -> None:
     model, scale = made(Blocks), nn.Linear(8, 8)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return square(scale(output), target) + model.blocks[3].up.weight.pow(2).sum()
+        return square(scale(output), target) + model.blocks[5].down.weight.pow(2).sum()
 
     with unchanged(scale, "the loss's own"):
         check_nothing_changes(model, ROWS, loss, ROWS, 4)
