@@ -7,20 +7,17 @@ from collections import UserDict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.checks import is_count, shown
-from pipesched.errors import DeviceCountError, InputError, ModelTypeError
+from pipesched.errors import InputError, ModelTypeError
 from pipesched.tensors.payload import opened, pytree
 from pipesched.tensors.structures import object_tensors
 from pipesched.tensors.tensor_attributes import is_plain
 
 __all__ = [
     "as_call",
-    "as_device",
-    "as_devices",
     "as_function",
     "as_optimizer",
     "as_seed",
@@ -108,37 +105,6 @@ def as_optimizer(make: Any) -> Any:
             f"pass a function, such as lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     return as_function(make, "optimizer", ["params"])
-
-
-def as_devices(devices: Any) -> list[torch.device]:
-    """Convert the device of each rank with `as_device`. Raises DeviceCountError if ``devices`` is not a list."""
-    if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
-        raise DeviceCountError(
-            f"devices= must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
-            f"'cpu']"
-        )
-    return [as_device(device) for device in devices]
-
-
-def as_device(device: Any) -> torch.device:
-    """Convert a device to a ``torch.device``; ``cuda`` without an index gets the index of the current device.
-
-    Raises InputError if the value is not a device, and DeviceCountError if the machine does not have that device.
-    """
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        why = str(error).splitlines()[0]
-        raise InputError(
-            f"a device must be a string such as 'cpu' or 'cuda:0', or a torch.device; got {shown(device)} ({why}); "
-            f"pass one of these"
-        ) from None
-    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
-        raise DeviceCountError(
-            f"a rank must run on a CPU or on an available CUDA device; got {device!r}, but the number of CUDA devices "
-            f"is {torch.cuda.device_count()}; choose another device"
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
 
 def as_threads(count: Any) -> int:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipesched.capture.loss_reduction import LossReduction, counting, stated_reduction
+from pipesched.devices.transfers import MOVE_NAMES
 from pipesched.errors import InputError
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.tensor_table import TensorTable
@@ -56,7 +57,7 @@ _MULTIPLIES = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 _DIVIDES = {"div", "div_", "divide", "true_divide", "__truediv__", "__div__", "__itruediv__"}
 #: Functions of a reduced value that give the same value, perhaps in another form.
 _KEEPS = {"clone", "contiguous", "detach", "requires_grad_", "neg", "negative", "__neg__", "positive", "__pos__"}
-_KEEPS |= {"double", "float", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda"}
+_KEEPS |= {"double", "float", "half", "bfloat16", "type", "type_as"} | MOVE_NAMES
 _KEEPS |= {"reshape", "squeeze", "unsqueeze", "view"}
 _STACKS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 #: Functions of several reduced values, or of one, that add them or put them together.

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from pipesched.capture.label_counts import IGNORED, SUM, counted_labels, counts
 from pipesched.checks import shown
 from pipesched.errors import InputError
+from pipesched.tensors.loss_factors import LossWeights
 
 __all__ = [
+    "joined_weights",
+    "weights_in_numbers",
     "LossReduction",
     "counting",
     "reduces",
     "resolve_loss",
     "stated_reduction",
-    "weights_in_numbers",
 ]
 
 LossReduction = Literal["mean", "sum"]
@@ -111,20 +113,26 @@ def stated_reduction(option: _Option) -> Any:
     return option("reduction", None)
 
 
-def weights_in_numbers(weights: Sequence[Any]) -> list[float]:
-    """Convert the weights of micro-batches to numbers, synchronising with the device once.
+def joined_weights(weights: Sequence[Any]) -> LossWeights:
+    """Return the weights of micro-batches as numbers or, if they are on an accelerator, as one tensor.
 
     Raises InputError if a weight is not a number.
     """
     try:
         if all(isinstance(weight, Tensor) and not weight.dim() for weight in weights):
-            weights = torch.stack(list(weights)).tolist()
+            together = torch.stack(list(weights))
+            return together.tolist() if together.is_cpu else together
         return [float(weight) for weight in weights]
     except (TypeError, ValueError):
         raise InputError(
             f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; for "
             f"example, return (target != -100).sum()"
         ) from None
+
+
+def weights_in_numbers(weights: LossWeights) -> Sequence[float]:
+    """Return the weights of micro-batches as numbers. For weights on an accelerator, the host waits."""
+    return weights.tolist() if isinstance(weights, Tensor) else weights
 
 
 def counting(name: str, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:

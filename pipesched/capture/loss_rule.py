@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pipesched.capture.loss_reading import LossReader, Reduced, Unclear, Weight
-from pipesched.capture.loss_reduction import weights_in_numbers
+from pipesched.capture.loss_reduction import joined_weights, weights_in_numbers
 from pipesched.errors import InputError, PipeschedError
+from pipesched.tensors.loss_factors import LossFactor, normalized
 from pipesched.tensors.tensor_table import LayerValues
 
 __all__ = ["LossRule"]
@@ -25,7 +26,7 @@ _ON_ONE_RANK = (
     f"their hooks do not run in this process; return what the loss needs from the model ({_PAGE})"
 )
 _CALLS = 16  # the number of calls that are read, in training and in evaluation
-_Factors = Sequence[float | None] | Mapping[int, float | None]
+_Factors = Sequence[LossFactor] | Mapping[int, LossFactor]
 
 
 @dataclass
@@ -49,7 +50,7 @@ class LossRule:
         self._left = {True: _CALLS, False: _CALLS}
         self._reading: Reduced | Unclear | None = None
         self._batch: Any = None
-        self._factors: list[float | None] = []
+        self._factors: list[LossFactor] = []
 
     def loss(
         self, call: Callable[[], Tensor], output: Any, target: Any, values: LayerValues | None, own: LayerValues | None
@@ -83,7 +84,14 @@ class LossRule:
         finally:
             self._left = left
 
-    def factor(self, factor: float | None, microbatch: int, factors: _Factors, targets: Any) -> float | None:
+    def factor(
+        self,
+        factor: LossFactor,
+        microbatch: int,
+        factors: _Factors,
+        targets: Any,
+        on_device: Callable[[Any], Any] = lambda target: target,
+    ) -> LossFactor:
         """Return the factor of a micro-batch's loss.
 
         Args:
@@ -91,6 +99,7 @@ class LossRule:
             microbatch: the number of the micro-batch.
             factors: the factors of all micro-batches by the number of rows.
             targets: the targets of all micro-batches.
+            on_device: brings a target to the device of the loss. Default: it is there.
 
         Raises:
             InputError: the loss is neither a mean nor a sum over rows, or its weights are unknown.
@@ -106,7 +115,7 @@ class LossRule:
         if reading.weights <= {None}:
             return factor
         if self._batch is not targets:
-            self._factors = _weighted_factors(reading.weights, factors, targets)
+            self._factors = _weighted_factors(reading.weights, factors, targets, on_device)
             self._batch = targets
         return self._factors[microbatch] if self._factors else factor
 
@@ -139,7 +148,9 @@ class LossRule:
             )
 
 
-def _weighted_factors(weights: Collection[Weight], factors: _Factors, targets: Any) -> list[float | None]:
+def _weighted_factors(
+    weights: Collection[Weight], factors: _Factors, targets: Any, on_device: Callable[[Any], Any]
+) -> list[LossFactor]:
     """Return the factor of each micro-batch's loss; an empty list for the factors by the number of rows."""
     counted = [weight for weight in weights if weight is not None]
     if isinstance(factors, Mapping) or not isclose(sum(one or 0 for one in factors), 1):
@@ -150,9 +161,13 @@ def _weighted_factors(weights: Collection[Weight], factors: _Factors, targets: A
             f"the step; loss_fn calls {counted[0].name}(), which ignores some labels or weights classes; pass that "
             f"loss itself as loss_fn=, or the number of its labels with numerics=Numerics(loss_weight=...), see {_PAGE}"
         )
-    columns = [list(factors)] if None in weights else []
+    columns: list[list[LossFactor]] = [list(factors)] if None in weights else []
+    here = [on_device(target) for target in targets]
     for weight in counted:
-        numbers = weights_in_numbers([weight(target) for target in targets])
+        found = joined_weights([weight(target) for target in here])
+        if isinstance(found, Tensor) and len(weights) == 1:
+            return normalized(found)
+        numbers = weights_in_numbers(found)  # several terms are compared
         total = sum(numbers)
         if not 0 < total < inf:
             raise InputError(

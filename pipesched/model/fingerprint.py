@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.selection import accelerator_name
+from pipesched.devices.streams import is_accelerator
 from pipesched.tensors.payload import pytree
 
 __all__ = ["Behaviours", "code_of", "device_name", "fingerprint", "form_of"]
@@ -143,9 +145,9 @@ def _contents(cell: Any) -> Any:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model name of the GPU, or of the processor for a CPU device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """Return the model name of an accelerator, or of the processor for a CPU device."""
+    if is_accelerator(device):
+        return accelerator_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

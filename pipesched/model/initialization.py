@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pipesched.checks import shown
+from pipesched.devices.generators import generators_kept
 from pipesched.errors import GraphError, InputError, ModelTypeError
 from pipesched.model.containers import find_layers
 from pipesched.model.module_tree import is_in_a_row, layers_of
@@ -100,7 +101,7 @@ class _Emptying:
 def _drawing(seed: int, name: str) -> Iterator[None]:
     """Seed the CPU generator with ``seed`` and ``name``, and restore its state after the ``with`` block."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest(), "little") >> 1
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept([]):
         torch.default_generator.manual_seed(key)
         yield
 

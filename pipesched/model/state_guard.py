@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 # As in tensors/memory_tracker.py: no public mode sees operations on ``.data`` or inside torch's functions.
+from pipesched.devices.generators import generators_kept
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import is_expanded
 from pipesched.tensors.payload import memory_of, pytree
@@ -351,7 +352,7 @@ def untouched(model: nn.Module, mode: bool, copied: Collection[Tensor] = ()) -> 
     with (
         _modes_kept(held),
         _leaves_kept(tensors),
-        torch.random.fork_rng(),
+        generators_kept(tensor.device for tensor in tensors),
         outside_kept(),
         _bits_kept(copied=before.values(), watched=tensors) as written,
         _attributes_kept(held),
@@ -365,7 +366,8 @@ def untouched(model: nn.Module, mode: bool, copied: Collection[Tensor] = ()) -> 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the bits of the model's buffers and the random state after the ``with`` block."""
-    with torch.random.fork_rng(), outside_kept(), _bits_kept(copied=list(model.buffers())):
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    with generators_kept(devices), outside_kept(), _bits_kept(copied=list(model.buffers())):
         yield
 
 

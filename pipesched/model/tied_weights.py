@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.transfers import set_data
 from pipesched.tensors.exchange import Move, Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import give_contents
 from pipesched.tensors.tensor_attributes import with_attributes_of
@@ -39,7 +40,7 @@ def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None
     if leaf.is_meta and not parameter.is_meta:
         give_contents(leaf, parameter.data.to(device))
     elif leaf.data_ptr() != parameter.data_ptr():
-        leaf.data = parameter.detach().to(device)
+        set_data(leaf, parameter.detach().to(device))
     with_attributes_of(parameter, leaf)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipesched.capture.label_counts import labels_in
+from pipesched.capture.loss_reduction import weights_in_numbers
 from pipesched.errors import InputError
 from pipesched.pipeline.assembly_parts import READ_STEPS
 from pipesched.pipeline.running_plan import RunningPlan
@@ -141,8 +142,12 @@ class CallBuilder:
             return None if self._has_loss_fn else splitter.weighting_of_outputs(batch)
         groups = self._programs(batch).groups if method == "step" else ()
         weights = splitter.weights(batch)
-        every = None if self._running.host.sums is None else self._weights_of_replicas(weights)
-        return splitter.weighting(weights, groups, every)
+        host = self._running.host
+        if host.sums is None and host.grid.inputs == "all":
+            return splitter.weighting(weights, groups)
+        numbers = weights_in_numbers(weights)  # other processes need them
+        every = None if host.sums is None else self._weights_of_replicas(numbers)
+        return splitter.weighting(numbers, groups, every)
 
     def _weights_of_replicas(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return, for each replica, the loss weights of its micro-batches; one list if all replicas share one batch."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.checks import check_type
+from pipesched.devices.transfers import CUDA
 from pipesched.errors import GraphError
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.model.watched_parameters import watched
@@ -262,7 +263,7 @@ class ModuleInterface:
         """Raise TypeError, as `to()` does when given a device."""
         return self.to("cpu")
 
-    def cuda(self, device: Any = "cuda") -> Self:
+    def cuda(self, device: Any = CUDA) -> Self:
         """Raise TypeError, as `to()` does when given a device."""
         return self.to(device)
 

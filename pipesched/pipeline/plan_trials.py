@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss_reduction import reduces
 from pipesched.capture.stage_body import loss_entry
+from pipesched.devices.generators import generators_kept
 from pipesched.model.stale_weights import release_model
 from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.options import Numerics
@@ -179,7 +180,8 @@ def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[N
     """
     copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
     stand_ins: dict[int, Tensor] = {}  # keyed by the id of the original, so that tied tensors stay tied
-    with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    with generators_kept(devices), outside_kept(alone=False), set_aside(model):
         for module in model.modules():
             tensors = [
                 *module.named_parameters(recurse=False, remove_duplicate=False),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.checks import as_list, is_count, shown
+from pipesched.devices.selection import default_devices
 from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.options import Distributed
@@ -195,7 +196,7 @@ def tune(
         check_optimizer(optimizer, model)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
-        devices = _devices_for(num_ranks)
+        devices = default_devices(num_ranks)
     runs_here = None if mesh is not None else ["cpu"]
     host = host_for((count and devices) or runs_here, mesh, 1, timeout, "all")
     places = list(devices or host.grid.devices)
@@ -311,11 +312,6 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
             f"ranks_are='processes', but without a mesh; call tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
-
-
-def _devices_for(count: int) -> list[str]:
-    """Return the names of ``count`` GPUs if the machine has that many, else "cpu" ``count`` times."""
-    return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 
 def _profile(model: Any, sample: Any, profile: Any, loss_fn: Any, target: Any, options: Mapping[str, Any]) -> Profile:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.generators import generators_kept
 from pipesched.model.state_guard import attributes_kept, unchanged
 from pipesched.profiling.contention import crowd
 from pipesched.profiling.layer_memory_probe import Layer, sizes_of
@@ -116,8 +117,7 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Measurem
     survey = _Survey(device, caller, threads, effort)
 
     def run() -> dict[str, LayerCosts]:
-        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with intra_op(threads), caller.held(), _training(layers), generators, outside_kept():
+        with intra_op(threads), caller.held(), _training(layers), generators_kept([device]), outside_kept():
             return survey.of(calls)
 
     if effort.ranks_are == "threads":

@@ -11,6 +11,7 @@ from torch import nn
 from pipesched.capture.capture import Call, Capture, FunctionCall, Value
 from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layered_model import LayeredModel, LayersInARow, as_model, layered
+from pipesched.devices.selection import as_device
 from pipesched.model.containers import Twin
 from pipesched.model.state_guard import set_aside
 from pipesched.profiling.layer_profiler import QUICK, Between, MeasurementEffort, measure_calls, measure_layers
@@ -18,7 +19,7 @@ from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.caller_context import CodeModes
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
-from pipesched.torch_checks import as_call, as_device
+from pipesched.torch_checks import as_call
 
 __all__ = ["graph_of", "measure"]
 

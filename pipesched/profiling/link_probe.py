@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipesched.devices.streams import synchronize
 from pipesched.program.actions import Action, Kind
 from pipesched.program.dependencies import chain
 from pipesched.program.lowering import lower
@@ -147,8 +148,7 @@ def _timed(start: Callable[[int], LaneJob], sums: ReplicaSums, device: torch.dev
             sums.any(torch.zeros((), device=device))  # so that all ranks start together
             begin = time.perf_counter()
             start(size).wait(sums.check)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             trips.append(time.perf_counter() - begin)
         found[size] = trips[1:]
     return found

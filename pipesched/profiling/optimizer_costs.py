@@ -17,13 +17,15 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import as_model
 from pipesched.checks import shown
+from pipesched.devices.selection import as_device
+from pipesched.devices.streams import synchronize
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.named_parameters import NamedParameters
 from pipesched.profiling.optimizer_memory import Upkeep, upkeep_of
 from pipesched.simulation.optimizer_state import OptimizerState, StateRule, without_assumption
 from pipesched.simulation.profile import Profile
 from pipesched.tensors.caller_context import intra_op
-from pipesched.torch_checks import as_device, as_optimizer
+from pipesched.torch_checks import as_optimizer
 
 __all__ = ["Update", "check_optimizer", "measure_updates", "put_updates", "with_updates"]
 
@@ -103,13 +105,11 @@ def _made(optimizer: Callable[[list[Any]], Optimizer], name: str, parameters: li
 def _step(optimizer: Optimizer, parameters: list[nn.Parameter], device: torch.device) -> float:
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     begin = time.perf_counter()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - begin
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.checks import as_list, as_path, is_count, shown
+from pipesched.devices.selection import as_device
 from pipesched.errors import InputError
 from pipesched.model.fingerprint import code_of, device_name, fingerprint, form_of
 from pipesched.model.state_guard import set_aside, unchanged, untouched
@@ -31,7 +32,7 @@ from pipesched.simulation.profile import Profile
 from pipesched.simulation.size_fit import SizeFit
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.meta_tensors import lacks_contents
-from pipesched.torch_checks import as_call, as_device, as_function, as_optimizer, as_threads
+from pipesched.torch_checks import as_call, as_function, as_optimizer, as_threads
 from pipesched.user_warning import warn
 
 __all__ = ["as_loss", "profile"]

@@ -30,6 +30,7 @@ from pipesched.simulation.memory import MessageSizes
 from pipesched.simulation.tied_weight_costs import weight_bytes
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
+from pipesched.tensors.loss_factors import LossFactor
 from pipesched.tensors.memory_tracker import books_of
 from pipesched.tensors.payload import Payload, PerConsumer, pytree
 from pipesched.tensors.tensor_attributes import with_copied_attributes_of
@@ -223,7 +224,7 @@ class _IsolatedStage:
         return self._forward(given, split=split)
 
     def _forward(self, given: Payload, **how: bool) -> Payload | PerConsumer:
-        factors: list[float | None] | None = None if self._stage.head is None else [1.0]
+        factors: list[LossFactor] | None = None if self._stage.head is None else [1.0]
         self._step = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
         self._stage.begin(self._step)
         leaves = iter(given.leaves)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.streams import current_stream, event_on, is_accelerator, synchronize
 from pipesched.model.attributes import OF_ALL_MODULES
 from pipesched.model.state_guard import unchanged
 from pipesched.progress import advance, progress_here
@@ -269,12 +270,10 @@ class Stopwatch:
         self._noted: list[tuple[Subject, str, Any, Any]] = []
 
     def now(self) -> Any:
-        """Return the current wall time and the thread's processor time, or a CUDA event."""
-        if self._device.type != "cuda":
+        """Return the current wall time and the thread's processor time, or an event of the accelerator."""
+        if not is_accelerator(self._device):
             return time.perf_counter(), time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event_on(current_stream(self._device), timed=True)
 
     def note(self, subject: Subject, column: str, begin: Any, end: Any = None) -> None:
         """Record the time from ``begin`` to ``end`` for a subject. Default for ``end``: now."""
@@ -282,10 +281,9 @@ class Stopwatch:
 
     def settle(self) -> None:
         """Convert the recorded times to seconds, and store them in the subjects."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         for subject, column, begin, end in self._noted:
-            if self._device.type == "cuda":
+            if is_accelerator(self._device):
                 took_s, ran_s = (begin.elapsed_time(end) * 1e-3,) * 2
             else:
                 took_s, ran_s = (until - since for since, until in zip(begin, end, strict=True))

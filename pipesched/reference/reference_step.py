@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from pipesched.capture.capture import Capture
 from pipesched.capture.layered_model import as_model
-from pipesched.capture.loss_reduction import LossReduction, reduces, resolve_loss
+from pipesched.capture.loss_reduction import LossReduction, reduces, resolve_loss, weights_in_numbers
 from pipesched.capture.loss_rule import LossRule
 from pipesched.capture.recorder import record
 from pipesched.capture.whole_layers import as_whole_layers, opened
 from pipesched.checks import is_count, shown
+from pipesched.devices.selection import autocast_types
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_of
 from pipesched.model.state_guard import no_graph, untouched
@@ -33,6 +34,7 @@ from pipesched.runtime.targets import check_given_targets, check_target
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.loss_factors import is_known_zero, read, scaled
 from pipesched.tensors.tensor_attributes import with_attributes_of
 from pipesched.tensors.tree_structure import positional
 from pipesched.torch_checks import as_function, as_seed, as_threads
@@ -129,7 +131,7 @@ def reference_step(
         has_loss_fn=loss_fn is not None,
         num_replicas=num_replicas,
     )
-    weighting = splitter.weighting(splitter.weights(batch))
+    weighting = splitter.weighting(weights_in_numbers(splitter.weights(batch)))
     factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
@@ -153,8 +155,8 @@ def reference_step(
             target_part = batch.targets[microbatch] if batch.targets else None
             loss = run.loss(inputs, target_part, Key(seed, step, microbatch), rule)
             factor = by_rows if rule is None else rule.factor(by_rows, microbatch, factors, batch.targets)
-            root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
-            run.backward([] if factor == 0 else [root])
+            root = scaled(loss, read(factor))
+            run.backward([] if is_known_zero(read(factor)) else [root])
             total = root.detach() if total is None else total + root.detach()
         norms.after_run(step_data)
         run.deliver()
@@ -306,7 +308,7 @@ class _Unpipelined:
 def _without_autocast() -> Iterator[None]:
     """Disable autocast, because the backward pass uses the dtypes of the forward."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in autocast_types():
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

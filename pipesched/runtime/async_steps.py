@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipesched.devices.selection import have_accelerator
+from pipesched.devices.streams import used_here
 from pipesched.errors import ExecutionError
 from pipesched.program.segments import Orders, Segments
 from pipesched.runtime.executors.threads import RunSpec, Timeline
@@ -28,7 +30,6 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
 
@@ -119,6 +120,8 @@ class Stream:
             given: list[Any] = [batch.inputs, batch.targets, weighting.factors, functions, paths]
             for table, values in zip(self._given, given, strict=True):
                 table.update(enumerate(values, first))
+            if have_accelerator():
+                self._step_data.ready.update(batch.ready())
             self._queued.append((weighting, measure is not None))
             self._hand(self.segments.segment(self._steps))
             self._steps += 1
@@ -201,6 +204,7 @@ class Stream:
         step = self.num_parts
         weighting, measures = self._queued.popleft()
         self._finish_part()
+        self._step_data.wait_for_copies()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
         losses = self._step_data.losses

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipesched.capture.loss_reduction import LossReduction, weights_in_numbers
+from pipesched.capture.loss_reduction import LossReduction, joined_weights, weights_in_numbers
 from pipesched.capture.paths import BatchPaths
 from pipesched.capture.stage_body import loss_entry
 from pipesched.checks import shown
+from pipesched.devices.streams import events_of_caller
 from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
 from pipesched.simulation.size_fit import Size
+from pipesched.tensors.loss_factors import LossFactor, LossWeights, normalized, scaled
 from pipesched.tensors.payload import opened, pytree, trainable_leaves
 from pipesched.tensors.row_count import row_counts, rows_of_batch
 from pipesched.tensors.row_evidence import Evidence
@@ -134,6 +136,11 @@ class Batch:
         looks: list[Any] = self.looks or self.looking(look)
         return [Size(rows, _elements(own, rows)) for rows, own in zip(self.rows, looks, strict=True)]
 
+    def ready(self) -> dict[torch.device, torch.Event]:
+        """Return, for each accelerator that holds tensors of the batch, an event that the caller's work precedes."""
+        leaves = pytree.tree_leaves(opened((self.inputs, self.targets)))
+        return events_of_caller(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
     def wanted_inputs(self) -> list[list[Tensor]]:
         """Return the input tensors that require a gradient, one list per micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]
@@ -190,9 +197,9 @@ class Weighting(NamedTuple):
     """
 
     #: The factor that is applied to each loss before its backward.
-    factors: list[float | None]
+    factors: list[LossFactor]
     #: An additional factor for each loss, applied only when the losses are summed into the mini-batch's loss.
-    shares: list[float | None]
+    shares: list[LossFactor]
     #: The order in which the losses are added.
     reduction_order: ReductionOrder = "sequential"
 
@@ -204,14 +211,11 @@ class Weighting(NamedTuple):
 
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """Multiply the micro-batches' losses by their factors."""
-        return [
-            loss if factor is None else loss * factor if factor else torch.zeros_like(loss)
-            for loss, factor in zip(losses, self.factors, strict=True)
-        ]
+        return [scaled(loss, factor) for loss, factor in zip(losses, self.factors, strict=True)]
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the mini-batch's loss. ``losses`` are the micro-batches' losses, multiplied by their factors."""
-        parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
+        parts = [scaled(loss, share) for loss, share in zip(losses, self.shares, strict=True)]
         if self.reduction_order == "tree":
             return tree_sum(parts)
         total = parts[0]
@@ -450,19 +454,22 @@ class Splitter:
             argument = name
         return Dim(dims).inside(argument)
 
-    def factors(self, batch: Batch) -> list[float | None]:
+    def factors(self, batch: Batch) -> list[LossFactor]:
         """Return the loss factors that make the micro-batches' gradients add up to the mini-batch's gradients."""
         return self.weighting(self.weights(batch)).factors
 
-    def weights(self, batch: Batch) -> Sequence[float]:
-        """Return the weight of each micro-batch's loss: its rows by default, and 1 if losses are only added."""
+    def weights(self, batch: Batch) -> LossWeights:
+        """Return the weight of each micro-batch's loss: its rows by default, and 1 if losses are only added.
+
+        If the weights follow from targets on an accelerator, they are a tensor there.
+        """
         if self.loss_reduction == "sum":
             return [1] * len(batch.rows)
         return batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
 
     def weighting(
         self,
-        weights: Sequence[float],
+        weights: LossWeights,
         groups: Sequence[Sequence[int]] = (),
         of_replicas: Sequence[Sequence[float]] | None = None,
     ) -> "Weighting":
@@ -478,6 +485,8 @@ class Splitter:
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(weights), [None] * len(weights), self.reduction_order)
+        if isinstance(weights, Tensor):
+            return self._weighting_on_device(weights, groups)
         total = sum([weight for own in of_replicas or [weights] for weight in own])
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
@@ -493,25 +502,41 @@ class Splitter:
                 shares[microbatch] = own / total
         return Weighting(list(factors), list(shares))
 
+    def _weighting_on_device(self, weights: Tensor, groups: Sequence[Sequence[int]]) -> "Weighting":
+        """Return the weighting for weights that the host cannot read without waiting. Their sum is not checked."""
+        if len(groups) < 2:
+            return Weighting(normalized(weights), [None] * len(weights), self.reduction_order)
+        total = weights.double().sum()
+        factors: list[LossFactor] = [0.0] * len(weights)
+        shares: list[LossFactor] = [0.0] * len(weights)
+        for group in groups:
+            own = torch.stack([weights[microbatch] for microbatch in group])
+            for microbatch, factor in zip(group, normalized(own, empty=0.0), strict=True):
+                factors[microbatch] = factor
+                shares[microbatch] = own.double().sum() / total
+        return Weighting(factors, shares)
+
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
         """Return the weights of the losses in the outputs of ``forward``, or None if the weights cannot be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(self.weights(batch))
         try:
-            weights = self.weights(batch)
+            weights = weights_in_numbers(self.weights(batch))
         except Exception:  # loss_weight may fail on inputs without labels, whose outputs have no loss
             return None
         total = sum(weights) or nan  # NaN, like a mean over no labels in PyTorch
         return Weighting([weight / total for weight in weights], [None] * len(batch.rows), self.reduction_order)
 
 
-def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
-    """Compute each micro-batch's weight with ``loss_weight``, synchronising with the device once.
+def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> LossWeights:
+    """Compute each micro-batch's weight with ``loss_weight``. Raises InputError if a weight is not a number.
 
-    Raises InputError if a weight is not a number.
+    For labels among the inputs of a model that computes its own loss, the host waits for the device. The loss of a
+    micro-batch without labels would be NaN there, and only the host can leave out its backward.
     """
-    given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
-    return weights_in_numbers([loss_weight(*args, **kwargs) for args, kwargs in given])
+    if batch.targets:
+        return joined_weights([loss_weight(target) for target in batch.targets])
+    return weights_in_numbers(joined_weights([loss_weight(*args, **kwargs) for args, kwargs in batch.inputs]))
 
 
 def _proportional_rows(every: Sequence[Mapping[Any, int]]) -> list[int]:

@@ -11,6 +11,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.checks import check_type, shown
+from pipesched.devices.selection import current_device
 from pipesched.errors import DeviceCountError, ExecutionError
 from pipesched.runtime.coordination.rendezvous import names_of, ranks_of
 from pipesched.units import counted
@@ -227,8 +228,7 @@ def grid_of(
 
 def _own_device(mesh: DeviceMesh) -> torch.device:
     """Return the device of this process's rank of the mesh."""
-    device = torch.device(mesh.device_type)
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+    return current_device(mesh.device_type)
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:

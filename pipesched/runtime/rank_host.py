@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipesched.devices.selection import as_devices
 from pipesched.errors import InputError
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
 from pipesched.runtime.connected_rank import ConnectedRank
@@ -20,7 +21,7 @@ from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, SumRanks, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
-from pipesched.torch_checks import as_devices, as_timeout
+from pipesched.torch_checks import as_timeout
 
 __all__ = ["RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads"]
 
@@ -114,7 +115,7 @@ def host_of_group(
     host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
     whole = ReplicaGroup(sums.whole, connected.timeout_s, reduction_order)
     shards = whole if grid.num_shards == 1 else ReplicaGroup(sums.shards, connected.timeout_s, reduction_order)
-    lane = CollectiveLane(connected.device, executor.now)
+    lane = CollectiveLane(connected.device)
     return replace(host, sums=ReplicaSums(whole, shards, lane, connected.check_peers))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipesched.capture.paths import BatchPaths
 from pipesched.capture.stage_body import Body
+from pipesched.devices.selection import have_accelerator
 from pipesched.errors import InputError
 from pipesched.program.program import Program
 from pipesched.runtime.executors.channel_plan import look
@@ -23,6 +24,7 @@ from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.loss_factors import LossFactor
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
 from pipesched.tensors.row_join import OutputRows
 from pipesched.tensors.rows import Dim
@@ -53,6 +55,7 @@ class StepCall:
             targets=self.batch.targets,
             paths=self.batch.paths.paths,
             factors=factors,
+            ready=self.batch.ready() if have_accelerator() else {},
             keep_outputs=self.return_outputs,
             metrics={} if metrics is None else dict.fromkeys(range(len(self.batch.rows)), metrics),
             key=partial(_key, seed, step, replica * len(self.batch.rows)) if replica else None,
@@ -237,7 +240,7 @@ def _written(numbers: Any) -> Tensor | None:
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
-def _read(written: Tensor | None, size: int) -> list[float | None]:
+def _read(written: Tensor | None, size: int) -> list[LossFactor]:
     return [None] * size if written is None else written.tolist()
 
 

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipesched.devices.streams import used_here
 from pipesched.errors import ExecutionError, InputError
 from pipesched.runtime.collectives import LossAndMetrics
 from pipesched.runtime.microbatches import Weighting
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.step_data import Added, StepData
 from pipesched.tensors.added_losses import AddedReduction
-from pipesched.tensors.payload import used_here
+from pipesched.tensors.loss_factors import scaled
 from pipesched.tensors.pending_tensor import pending
 
 __all__ = ["RunResults", "StepMetrics", "with_added"]
@@ -177,7 +178,7 @@ def _combined(
         # numbers continue across replicas
         share = None if reduction == "sum" else weighting.shares[number % len(weighting.shares)]
         here = value.to(loss.device)
-        named.setdefault(name, []).append(here if share is None else here * share)
+        named.setdefault(name, []).append(scaled(here, share))
     if twice := named.keys() & metrics.keys():
         raise InputError(
             f"a metric must not have the name of an added loss; a layer adds a loss named {min(twice)!r}, and metrics= "

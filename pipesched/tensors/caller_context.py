@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pipesched.devices.selection import autocast_types
 from pipesched.errors import InputError
 from pipesched.tensors.torch_insides import modes_of_thread
 
@@ -96,9 +97,7 @@ class CodeModes:
     @classmethod
     def here(cls) -> "CodeModes":
         """Return the modes of the current thread."""
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
-        on = {kind: torch.is_autocast_enabled(kind) for kind in sorted(kinds)}
+        on = {kind: torch.is_autocast_enabled(kind) for kind in autocast_types()}
         return cls(torch.is_grad_enabled(), {kind: torch.get_autocast_dtype(kind) if on[kind] else None for kind in on})
 
     def within(self, around: "CodeModes") -> "CodeModes":

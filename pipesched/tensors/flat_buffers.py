@@ -22,7 +22,7 @@ def free(buffer: Tensor) -> None:
     Dropping the last reference in Python may not free the memory immediately, because a gloo thread can keep a
     reference for a short time.
     """
-    if not buffer.is_cuda:
+    if buffer.is_cpu:
         buffer.untyped_storage().resize_(0)
 
 

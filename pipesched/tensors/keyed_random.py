@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.generators import default_generator
+from pipesched.devices.streams import is_accelerator
 from pipesched.errors import ExecutionError
 from pipesched.tensors.function_mode import Handler
 from pipesched.tensors.torch_insides import compile_lock
@@ -204,8 +206,8 @@ class KeyedRandom:
     def _default_generators(self) -> Iterator[list[torch.Generator]]:
         """Lock the default generators, seed them for the next random call, and restore their states afterwards."""
         generators = [torch.default_generator]
-        if self._device.type == "cuda":
-            generators.append(torch.cuda.default_generators[self._device.index or 0])
+        if is_accelerator(self._device):
+            generators.append(default_generator(self._device))
         seed = self._next_seed()
         with compile_lock(), _DEFAULT_GENERATORS:
             states = [generator.get_state() for generator in generators]

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipesched.devices.memory import allocated_bytes, begin_peak, peak_bytes
+from pipesched.devices.streams import is_accelerator
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_insides import DispatchMode
 
@@ -40,7 +42,7 @@ class Books(Protocol):
 
 def books_of(device: torch.device) -> Books:
     """Return a memory counter for a device."""
-    return _Allocator(device) if device.type == "cuda" else Ledger()
+    return _Allocator(device) if is_accelerator(device) else Ledger()
 
 
 class Ledger:
@@ -152,15 +154,14 @@ class _Allocator:
 
     @property
     def bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return allocated_bytes(self._device)
 
     @property
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return peak_bytes(self._device)
 
     def mark(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        begin_peak(self._device)
 
     def watching(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipesched.devices.transfers import MOVES, set_data, swap_in
 from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import is_shaped_by_contents, name_of, only_looked_at
@@ -52,11 +53,8 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
     """Give a meta tensor the values of ``full``. The meta tensor stays the same object with the same attributes."""
-    full.__class__ = type(tensor)
-    full.__dict__.update(tensor.__dict__)
-    full.requires_grad_(tensor.requires_grad)
     try:
-        torch.utils.swap_tensors(tensor, full)
+        swap_in(tensor, full)
     except RuntimeError as error:
         raise GraphError(
             f"a model on the meta device must not keep views of its weights, because the weights are filled in place; "
@@ -76,6 +74,8 @@ def put_on(module: nn.Module, device: torch.device) -> None:
     for tensor in elsewhere:
         if tensor.is_meta:
             give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))
+        else:  # torch's `to` replaces the Parameters on some devices, and so unties them
+            set_data(tensor, tensor.detach().to(device))
     if elsewhere:  # `to` also updates attributes of modules such as RNNs
         module.to(device)
 
@@ -175,7 +175,7 @@ _Unknown = dict[int, tuple[Tensor, Tensor]]
 
 
 def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor], unknown: _Unknown) -> Any:
-    if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+    if func in MOVES:
         return _transferred(func, args, kwargs)
     if not full:
         return _without_contents(func, args, kwargs)
@@ -242,9 +242,9 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]], unknown
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``Tensor.to``, ``cpu`` or ``cuda`` so that a meta tensor stays on the meta device.
+    """Call ``Tensor.to``, ``cpu`` or the method of an accelerator so that a meta tensor stays on the meta device.
 
-    ``cpu`` and ``cuda`` return the tensor unchanged. ``to(other)`` converts only the dtype.
+    All but ``to`` return the tensor unchanged. ``to(other)`` converts only the dtype.
     """
     tensor = args[0]
     if func is not Tensor.to:

@@ -32,7 +32,6 @@ __all__ = [
     "pytree",
     "record_of",
     "trainable_leaves",
-    "used_here",
 ]
 
 #: The gradient of each payload leaf that needs a gradient; None if the leaf got none.
@@ -41,13 +40,6 @@ Gradients = tuple[Tensor | None, ...]
 
 class PerConsumer(tuple[Any, ...]):
     """One value for each consuming stage. A value of any other type is sent to all consuming stages."""
-
-
-def used_here(tensor: Tensor) -> Tensor:
-    """Mark a tensor as used by the current stream, so that its memory is not reused too early by another stream."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return tensor
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipesched.runtime.executors.device_streams import CudaStreams
+from pipesched.runtime.executors.device_streams import AcceleratorStreams
 from pipesched.saving.host_buffers import HostBuffers
 from tests.support.fake_cuda import CUDA, Stream
 
@@ -17,6 +17,7 @@ class OnDevice:
 
     def __init__(self, cuda: CUDA, name: str, device: str, shape: tuple[int, ...] = (2,)) -> None:
         self.cuda, self.name, self.device, self.shape = cuda, name, torch.device(device), shape
+        self.is_cpu = device == "cpu"
 
     def record_stream(self, stream: Stream) -> None:
         self.cuda.recorded.append((self.name, stream))
@@ -25,7 +26,7 @@ class OnDevice:
 class InHostMemory:
     """A buffer that writes down what its copies come after."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool) -> None:
         self.shape, self.dtype, self.pinned = shape, dtype, pin_memory
         self.after: set[str] | None = None
 
@@ -56,7 +57,7 @@ def test_copies_follow_the_last_update_and_the_next_waits_for_them(cuda: CUDA, w
     for device, names in (("cuda:0", "ab"), ("cuda:1", "c")):
         due = {f"copy of {name}" for name in names}
         assert due <= cuda.default_stream(device).before, "an update by the caller waits"
-        rank = CudaStreams(torch.device(device))
+        rank = AcceleratorStreams(torch.device(device))
         rank.follow()
         with rank.entered():
             assert due <= cuda.current_stream(device).before, "an update inside a step waits"

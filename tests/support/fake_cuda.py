@@ -33,7 +33,7 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
         self.before: set[str] = set()
         self.timed = enable_timing
         self.at_s = None
@@ -52,7 +52,7 @@ class Event:
 
 
 class CUDA:
-    """The functions of torch.cuda that pipesched calls, with separate streams for each thread, as in torch."""
+    """The functions of torch.accelerator that pipesched calls, with separate streams for each thread, as in torch."""
 
     synchronized: ClassVar[list[str]] = []  # the streams and events that the host has waited for, by name
 
@@ -75,9 +75,8 @@ class CUDA:
         yield
         vars(self.current)[str(stream.device)] = before
 
-    @contextmanager
-    def device(self, device: Any) -> Any:
-        yield
+    def set_stream(self, stream: Stream) -> None:
+        vars(self.current)[str(stream.device)] = stream
 
 
 class Work:
@@ -95,7 +94,7 @@ class Tensor:
     """A tensor with a fake device, for code that uses device streams."""
 
     def __init__(self, cuda: CUDA, device: Any) -> None:
-        self.cuda, self.device, self.is_cuda = cuda, device, device != "cpu"
+        self.cuda, self.device, self.is_cpu, self.is_meta = cuda, device, device == "cpu", False
 
     def record_stream(self, stream: Stream) -> None:
         self.cuda.recorded.append((self, stream))
@@ -112,12 +111,14 @@ class Tensor:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
-    """Replace the functions and classes of torch.cuda with fakes."""
+    """Replace the functions of torch.accelerator, and the classes of streams and events, with fakes."""
     fake = CUDA()
-    for name in ("default_stream", "current_stream", "stream", "device"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name in ("current_stream", "set_stream"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(fake, name))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((tensor, stream)))
 
     class Nccl:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.stage_body import loss_entry
+from pipesched.devices.transfers import set_data
 from pipesched.errors import PipeschedError
 from pipesched.model.state_guard import reachable_generators, untouched
 from pipesched.pipeline.assembly import AssemblySpec
@@ -306,11 +307,11 @@ class Checker:
         before = [(tensor, tensor.data) for tensor in tensors]
         try:
             for tensor, data in before:
-                tensor.data = data.to(last.device)
+                set_data(tensor, data.to(last.device))
             yield GivenBatch(*map_tensors(lambda tensor: tensor.to(last.device), tuple(given)))
         finally:
             for tensor, data in before:
-                tensor.data = data
+                set_data(tensor, data)
 
     def _plain_step(self, given: GivenBatch) -> Tensor:
         with collect_losses() as added:

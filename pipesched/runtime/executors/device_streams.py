@@ -8,17 +8,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pipesched.devices.memory import host_copy
+from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream
 from pipesched.tensors.payload import Payload
 
-__all__ = ["CpuStreams", "CudaStreams", "DeviceMessage", "DeviceStreams", "streams_for"]
+__all__ = ["AcceleratorStreams", "CpuStreams", "DeviceMessage", "DeviceStreams", "streams_for"]
 
 
 class DeviceMessage(NamedTuple):
     """A value in transit, the event recorded after its computation, and the sending device's stream for copies."""
 
     value: Any
-    ready: torch.cuda.Event | None = None
-    stream: torch.cuda.Stream | None = None
+    ready: torch.Event | None = None
+    stream: torch.Stream | None = None
 
 
 class DeviceStreams(Protocol):
@@ -58,7 +60,7 @@ class DeviceStreams(Protocol):
 
 def streams_for(device: torch.device) -> DeviceStreams:
     """Return the streams and the clock for a device."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)
+    return AcceleratorStreams(device) if is_accelerator(device) else CpuStreams(device)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -94,46 +96,46 @@ class CpuStreams:
         return lambda stamp: stamp - start_s
 
     def unpack(self, message: DeviceMessage) -> Any:
-        if message.ready is None:
+        stream = message.stream
+        if stream is None or message.ready is None:
             return message.value
-        message.ready.synchronize()  # the value comes from a GPU, so the host must wait
-        return _map(message.value, lambda tensor: tensor.to(self.device))
+        with on_stream(stream):
+            stream.wait_event(message.ready)
+            value = _map(message.value, lambda tensor: tensor if tensor.is_cpu else host_copy(tensor))
+        event_on(stream).synchronize()  # the host computes with the copies
+        return value
 
 
-class CudaStreams:
-    """The clock and the streams of a CUDA rank: one stream for computation, and one for copies in each direction.
+class AcceleratorStreams:
+    """The clock and the streams of a rank on an accelerator: a stream for computation, and one for each direction.
 
-    Each direction has its own stream, because outgoing copies wait for computation, and incoming copies must not wait
-    behind outgoing copies.
+    Each direction has its own stream for copies, because outgoing copies wait for computation, and incoming copies must
+    not wait behind outgoing copies.
     """
 
     has_streams = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._compute = torch.cuda.Stream(device)
-        self._outward = torch.cuda.Stream(device)
-        self._inward = torch.cuda.Stream(device)
-        self._idle = torch.cuda.Stream(device)  # no work is ever launched on this stream
-        self._caller = torch.cuda.current_stream(device)
-        self._base = torch.cuda.Event(enable_timing=True)
+        self._compute = new_stream(device)
+        self._outward = new_stream(device)
+        self._inward = new_stream(device)
+        self._idle = new_stream(device)  # no work is ever launched on this stream
+        self._caller = current_stream(device)
+        self._base = event_on(self._idle, timed=True)
         self._base_s = 0.0
 
     def begin(self) -> None:
-        self._caller = torch.cuda.current_stream(self.device)
-        self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._idle)  # on another stream, the event would wait for earlier kernels
+        self._caller = current_stream(self.device)
+        self._base = event_on(self._idle, timed=True)  # on another stream, the event would wait for earlier kernels
         self._base_s = time.perf_counter()
 
     def follow(self) -> None:
-        self._caller = caller = torch.cuda.current_stream(self.device)
-        self._compute.wait_stream(caller)
-        self._inward.wait_stream(caller)  # the caller may still be reading memory received earlier
-        default = torch.cuda.default_stream(self.device)
-        if caller != default:
-            default.wait_stream(caller)  # ranks on other devices read the batch on this stream
+        self._caller = current_stream(self.device)
+        self._compute.wait_stream(self._caller)
+        self._inward.wait_stream(self._caller)  # the caller may still be reading memory received earlier
 
-    def catch_up(self, stamp: torch.cuda.Event) -> None:
+    def catch_up(self, stamp: torch.Event) -> None:
         self._caller.wait_event(stamp)
 
     def end(self) -> None:
@@ -141,19 +143,17 @@ class CudaStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
+        with on_stream(self._compute):
             yield
 
-    def now(self) -> torch.cuda.Event:
-        stamp = torch.cuda.Event(enable_timing=True)
-        stamp.record(self._compute)
-        return stamp
+    def now(self) -> torch.Event:
+        return event_on(self._compute, timed=True)
 
-    def reader(self, start_s: float) -> Callable[[torch.cuda.Event], float]:
+    def reader(self, start_s: float) -> Callable[[torch.Event], float]:
         base = self._base
         base_s = self._base_s - start_s
 
-        def seconds(stamp: torch.cuda.Event) -> float:
+        def seconds(stamp: torch.Event) -> float:
             base.synchronize()
             stamp.synchronize()
             return base_s + float(base.elapsed_time(stamp)) / 1e3
@@ -161,9 +161,7 @@ class CudaStreams:
         return seconds
 
     def pack(self, value: Any) -> DeviceMessage:
-        ready = torch.cuda.Event()
-        ready.record(self._compute)
-        return DeviceMessage(value, ready, self._outward)
+        return DeviceMessage(value, event_on(self._compute), self._outward)
 
     def unpack(self, message: DeviceMessage) -> Any:
         value = _map(message.value, lambda tensor: self._bring(tensor, message))
@@ -176,14 +174,14 @@ class CudaStreams:
         if tensor.device == self.device:
             tensor.record_stream(self._compute)
             return tensor
-        # A copy between GPUs is launched on the current stream of the source device, and synchronises with the current
-        # stream of the target device.
+        # A copy between devices is launched on the current stream of the source device, and synchronises with the
+        # current stream of the target device.
         source = message.stream or self._inward
-        with torch.cuda.stream(source), torch.cuda.stream(self._inward):
+        with on_stream(source), on_stream(self._inward):
             if message.ready is not None:
                 source.wait_event(message.ready)
             moved = tensor.to(self.device, non_blocking=True)
-        if tensor.is_cuda:
+        if not tensor.is_cpu:
             tensor.record_stream(source)
         moved.record_stream(self._compute)
         return moved

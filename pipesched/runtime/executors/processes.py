@@ -23,7 +23,6 @@ stop within seconds, or at the latest after ``timeout_s``.
 
 import time
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 
@@ -87,10 +86,6 @@ class ProcessExecutor:
 
     def close(self) -> None:
         self.connected.close()
-
-    def now(self) -> Any:
-        """Return the current time, on the clock of this executor's timelines."""
-        return self._streams.now()
 
     def run(
         self,

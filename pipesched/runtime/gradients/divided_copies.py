@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.streams import used_here
 from pipesched.tensors.flat_buffers import by_gradient_dtype, places
 
 __all__ = ["Divided", "DividedCopies"]
@@ -74,8 +75,7 @@ class DividedCopies:
         The gradients of these parameters are removed from ``before``.
         """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
-            if buffer.is_cuda:
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))  # allocated on another stream
+            used_here(buffer)  # another stream may have allocated it
             counts = buffer[-len(parameters) :]
             rows = {parameter: self._divided[parameter].own(parameter, parameter.detach()) for parameter in parameters}
             held = {parameter: own for parameter, own in rows.items() if own is not None}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipesched.devices.memory import host_copy
+from pipesched.devices.streams import current_stream, event_on
 from pipesched.errors import ExecutionError
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
@@ -23,7 +25,7 @@ class _Check:
     verdict: Verdict
     watch: NonfiniteWatch
     flag: Tensor
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | None = None
 
     @property
     def failed(self) -> bool:
@@ -82,14 +84,11 @@ class NonfiniteReaction:
         warn(text)
 
 
-def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.cuda.Event | None]:
+def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.Event | None]:
     """Return the flag to read, and the event recorded after its copy to the host (None if the flag is not copied).
 
     If ``lags`` is set, a flag on a GPU is copied to the host. Any other flag is returned unchanged.
     """
-    if not (lags and flag.is_cuda):
+    if not lags or flag.is_cpu:
         return flag, None
-    here = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(flag.device))
-    return here, arrived
+    return host_copy(flag), event_on(current_stream(flag.device))

@@ -39,7 +39,7 @@ class GradientNorms(NamedTuple):
         """Return GradientNorms with these parameters and their ``norms``, sorted by parameter key."""
         keys = order.keys(parameters)
         places = sorted(range(len(keys)), key=keys.__getitem__)
-        return cls(_BETWEEN.join(keys[place] for place in places), norms[places], nonfinite)
+        return cls(_BETWEEN.join(keys[place] for place in places), _picked(norms, places), nonfinite)
 
     @classmethod
     def merged(cls, parts: Sequence["GradientNorms"]) -> "GradientNorms":
@@ -53,8 +53,7 @@ class GradientNorms(NamedTuple):
             return cls("", None, nonfinite)
         whole = torch.cat(vectors)
         places = sorted(range(len(keys)), key=keys.__getitem__)
-        if places != list(range(len(keys))):  # rare: the parameters of two stages alternate in the model's order
-            whole = whole[places]
+        whole = _picked(whole, places)  # other places only if the parameters of two stages alternate in the model
         return cls(_BETWEEN.join(keys[place] for place in places), whole, nonfinite)
 
     def on(self, device: torch.device) -> "GradientNorms":
@@ -74,3 +73,11 @@ class GradientNorms(NamedTuple):
         """Return the key of the first parameter whose norm is infinite or NaN, or None. Waits for norms on a GPU."""
         finite = [] if self.norms is None else self.norms.isfinite().tolist()
         return next((key for key, good in zip(self.each_key(), finite, strict=True) if not good), None)
+
+
+def _picked(norms: Tensor, places: Sequence[int]) -> Tensor:
+    """Return the norms at these places. An index of numbers would be copied to a GPU, for which the host waits."""
+    if all(at == place for at, place in enumerate(places)):
+        return norms
+    each = norms.unbind()
+    return torch.stack([each[place] for place in places])

@@ -1,6 +1,7 @@
 """Collective lane: a thread that runs a rank's collectives one after another, while the rank computes."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -9,6 +10,7 @@ from weakref import finalize
 
 import torch
 
+from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream
 from pipesched.runtime.transport.ports import ConnectionLostError
 
 __all__ = ["CollectiveLane", "LaneJob"]
@@ -21,21 +23,20 @@ class LaneJob:
 
     def __init__(self, job: Callable[[], None], device: torch.device) -> None:
         self._job = job
+        self._device = device
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._begun = _event(device)
-        self._ended: Any = None
-        #: The times at which the job started and ended, as returned by the lane's clock.
+        self._begun = event_on(current_stream(device)) if is_accelerator(device) else None
+        #: The times at which the job started and ended: seconds on a CPU, otherwise events.
         self.span: tuple[Any, Any] | None = None
 
-    def run(self, stream: Any, now: Callable[[], Any]) -> None:
+    def run(self, stream: torch.Stream | None) -> None:
         """Run the job in the lane's thread, on the lane's stream if there is one."""
         try:
             with _entered(stream, self._begun):
-                start = now()
+                start = _now(stream)
                 self._job()
-                self.span = start, now()
-                self._ended = None if stream is None else stream.record_event()
+                self.span = start, _now(stream)
         except BaseException as error:  # raised by wait()
             self._error = error
         self._done.set()
@@ -50,26 +51,23 @@ class LaneJob:
         if self._error is not None:
             check()
             raise ConnectionLostError(f"a collective over replicas failed ({self._error})") from self._error
-        if self._ended is not None:
-            torch.cuda.current_stream().wait_event(self._ended)
+        if self._begun is not None and self.span is not None:
+            current_stream(self._device).wait_event(self.span[1])
 
 
 class CollectiveLane:
     """Runs jobs in the order in which they are started, in a thread that stops when the lane is closed.
 
     Args:
-        device: the rank's device. On a GPU the jobs run on a separate stream.
-        now: the clock of the rank's executor.
+        device: the rank's device. On an accelerator the jobs run on a separate stream.
 
     """
 
-    def __init__(self, device: torch.device, now: Callable[[], Any]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._queue: SimpleQueue[LaneJob | None] = SimpleQueue()
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        thread = threading.Thread(
-            target=_run, args=(self._queue, stream, now), name="pipesched-collectives", daemon=True
-        )
+        stream = new_stream(device) if is_accelerator(device) else None
+        thread = threading.Thread(target=_run, args=(self._queue, stream), name="pipesched-collectives", daemon=True)
         thread.start()
         self.close = finalize(self, self._queue.put, None)
 
@@ -80,23 +78,22 @@ class CollectiveLane:
         return ticket
 
 
-def _run(queue: "SimpleQueue[LaneJob | None]", stream: Any, now: Callable[[], Any]) -> None:
+def _run(queue: "SimpleQueue[LaneJob | None]", stream: torch.Stream | None) -> None:
     torch.set_num_threads(1)
     while (ticket := queue.get()) is not None:
-        ticket.run(stream, now)
+        ticket.run(stream)
         ticket = None  # release the job's buffers now, instead of at the next job
 
 
-def _event(device: torch.device) -> Any:
-    """Return an event that marks the end of the current stream's work so far; None on a CPU."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+def _now(stream: torch.Stream | None) -> Any:
+    return time.perf_counter() if stream is None else event_on(stream, timed=True)
 
 
 @contextmanager
-def _entered(stream: Any, begun: Any) -> Iterator[None]:
-    if stream is None:
+def _entered(stream: torch.Stream | None, begun: torch.Event | None) -> Iterator[None]:
+    if stream is None or begun is None:
         yield
         return
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         stream.wait_event(begun)
         yield

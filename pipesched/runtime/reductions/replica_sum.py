@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from pipesched.devices.streams import used_here
 from pipesched.errors import ModelTypeError
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.rank_grid import own_group
@@ -70,8 +71,7 @@ class ReplicaGroup:
 
         ``buffer`` has a row for each replica. This method frees the memory of ``buffer``.
         """
-        if buffer.is_cuda:
-            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        used_here(buffer)
         in_order = self._replicas == sorted(self._replicas)
         sent = buffer if in_order else buffer[self._replicas]
         total = self._sum_of_own(sent.view(-1))
@@ -112,8 +112,7 @@ class ReplicaGroup:
             if replica != self._replica:
                 for tensor, place in places(parts[replica], buffer):
                     tensor.copy_(place)
-                    if tensor.is_cuda:
-                        tensor.record_stream(torch.cuda.current_stream(tensor.device))  # may be freed on another stream
+                    used_here(tensor)  # may be freed on another stream
         free(sent)
         free(received)
 

@@ -14,6 +14,7 @@ from pipesched.tensors.added_losses import AddedReduction, added_loss, check_sca
 from pipesched.tensors.function_mode import Handler
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key, KeyedRandom
+from pipesched.tensors.loss_factors import LossFactor, scaled
 
 __all__ = ["AddedLosses"]
 
@@ -47,9 +48,9 @@ class AddedLosses:
     def scaled(self, value: Tensor, reduction: AddedReduction) -> Tensor:
         """Multiply a mean by its micro-batch's weight. A recomputation repeats exactly these operations."""
         factor = self._factor(reduction)
-        return value.clone() if factor is None else value * factor
+        return value.clone() if factor is None else scaled(value, factor)
 
-    def _factor(self, reduction: AddedReduction) -> float | None:
+    def _factor(self, reduction: AddedReduction) -> LossFactor:
         factor = self._additions.factor
         return None if reduction == "sum" else factor
 
@@ -68,17 +69,15 @@ class AddedLosses:
         if self.grad:
             self._check_graph(value, name)
         additions = self._additions
-        scaled = self.scaled(value, reduction)
-        if self._factor(reduction) == 0:
-            scaled = torch.zeros_like(value)  # a loss with factor 0, even NaN, counts as 0 and has no backward
-        elif self.grad and scaled.requires_grad:
+        part = self.scaled(value, reduction)  # of a factor that is known to be 0, no backward runs
+        if self.grad and part.requires_grad:
             scale = self.step_data.loss_scale
-            additions.edges.append(edge_of(scaled))
-            additions.grads.append(None if scale is None else scale.to(scaled))
+            additions.edges.append(edge_of(part))
+            additions.grads.append(None if scale is None else scale.to(part))
         place = self._random.place
         if not additions.counted and self.saved is not None:
             of_microbatch = self.step_data.added.setdefault(self.saved.microbatch, {})
-            of_microbatch[place.layer, place.call, position or additions.num_added] = name, reduction, scaled.detach()
+            of_microbatch[place.layer, place.call, position or additions.num_added] = name, reduction, part.detach()
         additions.num_added += 1
         return value
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.streams import used_here
 from pipesched.runtime.gradients.buckets import StartedSum
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
@@ -143,8 +144,7 @@ class DividedWeights:
         self._gathered = True
         for parameter, whole in self._whole.items():
             parameter.data = whole
-            if whole.is_cuda:
-                whole.record_stream(torch.cuda.current_stream(whole.device))  # another stream may have allocated it
+            used_here(whole)  # another stream may have allocated it
         self._follow(self._whole)  # releases the memory of the separate rows
 
     def _wait(self) -> None:

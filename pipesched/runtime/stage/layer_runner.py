@@ -24,6 +24,7 @@ from pipesched.runtime.stage.attribute_changes import AttributeChanges, with_val
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, RunningStatistics, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.input_copies import InputCopies
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.offloading import Offloads, addresses
 from pipesched.runtime.stage.output_metrics import measured
@@ -35,6 +36,7 @@ from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
+from pipesched.tensors.loss_factors import drop_unweighted_gradients, is_known_zero, scaled
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.strided_clone import strided_clone
 from pipesched.tensors.tensor_table import LayerValues, Noting
@@ -56,7 +58,7 @@ class LayerRunner:
 
     Args:
         body: the layers and the order in which they run.
-        device: the device of the stage.
+        inputs: brings the batch to the device of the stage.
         head: the loss, on the last stage; otherwise None.
         ties: tensors that replace tied weights, keyed by layer call.
         norms: collects BatchNorm statistics per micro-batch; None if each micro-batch updates the running statistics.
@@ -70,7 +72,7 @@ class LayerRunner:
     def __init__(
         self,
         body: Body,
-        device: torch.device,
+        inputs: InputCopies,
         head: Head | None,
         *,
         ties: StandIns,
@@ -84,6 +86,7 @@ class LayerRunner:
         loss_fn = None if head is None else head.loss_fn
         #: The layers and, on the last stage, the loss if it is a module; keyed by name.
         self.modules = {**body.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else dict(body.layers)
+        self._inputs = inputs
         self._ties = ties
         self._norms = norms
         self._compiled = compiled
@@ -100,7 +103,7 @@ class LayerRunner:
             None  # whether weight gradients can be deferred; None before the step's first split forward
         )
         self.deferral = Deferral()
-        self._random = KeyedRandom(device)
+        self._random = KeyedRandom(inputs.device)
         self._added = AddedLosses(self._random)
         back = InBackward(self._random)
         own = self._added.in_backward
@@ -113,7 +116,7 @@ class LayerRunner:
         self._mode = self._forward_mode
         self._recomputed_layers = RecomputedLayers(self._random, self.deferral)
         self._checkpoint_of_call = {call: word for call, word in checkpoint_of_call.items() if call[0] in body.layers}
-        self.offloads = Offloads(device) if "offload" in self._checkpoint_of_call.values() else None
+        self.offloads = Offloads(inputs.device) if "offload" in self._checkpoint_of_call.values() else None
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers or self._encoders)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
@@ -389,12 +392,14 @@ class LayerRunner:
         if self._step_data.watch is not None:
             self._step_data.watch.output(saved.microbatch, "", loss)
         if head.rule is not None:
-            assert self._step_data.factors is not None  # the step has a loss
-            factor = head.rule.factor(factor, saved.microbatch, self._step_data.factors, self._step_data.targets)
+            factors, targets = self._step_data.factors, self._step_data.targets
+            assert factors is not None  # the step has a loss
+            on_device = partial(self._inputs.value_on_device, step_data=self._step_data)
+            factor = head.rule.factor(factor, saved.microbatch, factors, targets, on_device)
             saved.loss_inputs = target, factor
-        if factor == 0:
-            return torch.zeros_like(loss)  # weight 0: even a NaN loss must not affect the result; no backward runs
-        return loss if factor is None else loss * factor
+        if isinstance(factor, Tensor) and torch.is_grad_enabled():
+            drop_unweighted_gradients(trainable_leaves(output), factor)
+        return scaled(loss, factor)  # of a factor that is known to be 0, no backward runs
 
     def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
         """Compute the metrics of a micro-batch, except in a recompute."""
@@ -447,7 +452,7 @@ def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
     """
     roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
     roots = trainable_leaves(value) if roots is None else roots
-    if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:
+    if not roots and saved.loss_inputs is not None and not is_known_zero(saved.loss_inputs[1]):
         raise InputError(
             "the loss of a step must depend on a parameter that requires a gradient; this loss depends on no such "
             "parameter; unfreeze a parameter, or call evaluate"

@@ -12,6 +12,7 @@ from pipesched.runtime.stage.buffer_copies import Buffers
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import Tensors
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.loss_factors import LossFactor
 from pipesched.tensors.payload import Payload
 
 __all__ = ["Additions", "MicrobatchState"]
@@ -22,7 +23,7 @@ class Additions:
     """The losses that the layers of one stage add for one micro-batch."""
 
     #: The factor of the micro-batch's loss; None leaves a loss unscaled.
-    factor: float | None
+    factor: LossFactor
     #: Whether the forward has run once, so that a recompute does not count the losses again.
     counted: bool = False
     #: The graph edges of the losses, from which the backward starts.
@@ -51,7 +52,7 @@ class MicrobatchState:
     #: The tensors of the weight version to use; empty to use the Parameters themselves.
     weights: Tensors
     #: The target and the factor of the loss, if this stage computes the loss.
-    loss_inputs: tuple[Any, float | None] | None
+    loss_inputs: tuple[Any, LossFactor] | None
     #: Whether I defers the weight gradients of large matrix products and convolutions to W.
     deferred: bool = field(default=False, init=False)
     #: Addresses of the memory of the batch and of the outputs, which must stay on the device.

@@ -2,7 +2,7 @@
 
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the storages that
 only offloaded layers have saved. FREE releases the device memory after the copy. FETCH allocates device memory and
-copies the data back. On a CUDA device the copies use pinned memory and separate streams, so they overlap with
+copies the data back. On an accelerator the copies use pinned memory and separate streams, so they overlap with
 computation; on a CPU they are synchronous. Memory that is also used elsewhere is not moved. Such memory includes
 parameters, buffers, outputs of the stage, and tensors that other layers save.
 """
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipesched.devices.memory import host_memory
+from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream, synchronize
 from pipesched.errors import ExecutionError
 from pipesched.tensors.payload import memory_of
 from pipesched.tensors.torch_insides import base_of
@@ -27,16 +29,14 @@ __all__ = ["Offloads", "addresses", "host_bytes_per_s"]
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def host_bytes_per_s(device: torch.device) -> float | None:
+def host_bytes_per_s(device: torch.device) -> float:
     """Measure the bandwidth of copies between a device and the host, with copies in both directions at the same time.
 
     Returns:
-        Bytes per second in each direction; for a CPU, the bandwidth of a memory copy; None for other device types.
+        Bytes per second in each direction; for a CPU, the bandwidth of a memory copy.
 
     """
-    if device.type not in ("cpu", "cuda"):
-        return None
-    copied = _both_ways_s if device.type == "cuda" else _one_way_s
+    copied = _both_ways_s if is_accelerator(device) else _one_way_s
     copied(device)  # warm up: allocate the memory
     return _MEASURED_BYTES / median(copied(device) for _ in range(5))
 
@@ -57,19 +57,17 @@ def _both_ways_s(device: torch.device) -> float:
     pairs = []
     for outward in (True, False):
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
-        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        here = host_memory([_MEASURED_BYTES], torch.uint8, device)
         pairs.append((here, there) if outward else (there, here))
-    torch.cuda.synchronize(device)
+    synchronize(device)
     ends = []
     for target, source in pairs:
-        stream = torch.cuda.Stream(device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-        with torch.cuda.stream(stream):
+        stream = new_stream(device)
+        begin = event_on(stream, timed=True)
+        with on_stream(stream):
             target.copy_(source, non_blocking=True)
-        end.record(stream)
-        ends.append((begin, end))
-    torch.cuda.synchronize(device)
+        ends.append((begin, event_on(stream, timed=True)))
+    synchronize(device)
     return float(max(begin.elapsed_time(end) for begin, end in ends) / 1e3)
 
 
@@ -81,7 +79,7 @@ class _SharedStorage:
     def __init__(self, memory: Tensor) -> None:
         self.device: Tensor | None = memory  # the storage as bytes
         self.host: Tensor | None = None
-        self.ready: torch.cuda.Event | None = None
+        self.ready: torch.Event | None = None
 
 
 class _SavedTensor:
@@ -134,15 +132,15 @@ class Offloads:
 
     Args:
         device: the device of the stage.
-        streams: the CUDA streams for copies to the host and back. Default: two new streams; none on a CPU.
+        streams: the streams for copies to the host and back. Default: two new streams; none on a CPU.
 
     """
 
-    def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
+    def __init__(self, device: torch.device, streams: Sequence[torch.Stream] | None = None) -> None:
         self._device = device
         self._streams = streams
-        if device.type == "cuda":
-            self._streams = streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        if is_accelerator(device):
+            self._streams = streams or (new_stream(device), new_stream(device))
         self._held: dict[int, list[weakref.ref[_SavedTensor]]] = {}
         self._pieces: dict[int, list[weakref.ref[_SharedStorage]]] = {}
         self._going = False
@@ -223,9 +221,7 @@ class Offloads:
 
     def _to_host(self, piece: _SharedStorage) -> None:
         assert piece.device is not None
-        piece.host = torch.empty(
-            len(piece.device), dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
-        )
+        piece.host = host_memory([len(piece.device)], torch.uint8, self._device)
         self._copy(piece, piece.host, piece.device, outward=True)
 
     def _to_device(self, piece: _SharedStorage) -> None:
@@ -238,18 +234,16 @@ class Offloads:
             target.copy_(source)
             return
         stream = self._streams[not outward]
-        stream.wait_stream(
-            torch.cuda.current_stream(self._device)
-        )  # the current stream wrote the source, or last used the target's memory
-        with torch.cuda.stream(stream):
+        # the current stream wrote the source, or last used the target's memory
+        stream.wait_stream(current_stream(self._device))
+        with on_stream(stream):
             target.copy_(source, non_blocking=True)
-        piece.ready = torch.cuda.Event()
-        piece.ready.record(stream)
+        piece.ready = event_on(stream)
 
     def _wait(self, piece: _SharedStorage) -> None:
         """Make later computation on the current stream wait for the piece's last copy."""
         if piece.ready is not None:
-            torch.cuda.current_stream(self._device).wait_event(piece.ready)
+            current_stream(self._device).wait_event(piece.ready)
 
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:

@@ -74,6 +74,8 @@ class RunStages:
 
     def end(self, failed: bool) -> None:
         """Release what the stages hold. ``failed`` states whether the run failed."""
+        if self.step_data.copies:
+            self.step_data.wait_for_copies()
         for stage in self.stages.values():
             stage.end(failed)
 

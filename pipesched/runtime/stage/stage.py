@@ -22,6 +22,7 @@ from pipesched.runtime.gradients.tree_sums import TreeSums
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.divided_weights import DividedWeights
+from pipesched.runtime.stage.input_copies import InputCopies
 from pipesched.runtime.stage.layer_runner import LayerRunner, StandIns
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
@@ -29,7 +30,8 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, used_here
+from pipesched.tensors.loss_factors import LossFactor
+from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of
 
 __all__ = ["Stage", "TreeStage"]
 
@@ -75,6 +77,7 @@ class Stage:
         self.gradients: GradientBuckets | None = None
         self._saved: dict[int, MicrobatchState] = {}
         self._step_data = StepData(0, 0, [])
+        self._copies = InputCopies(device)
         options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
         options["checkpoint_of_call"] = checkpoint_of_call or {}
         #: The modules whose weights are divided among several processes; None if there are no such modules.
@@ -82,7 +85,7 @@ class Stage:
         #: The weights that are split across replicas between runs; None if each replica holds all weights.
         self.divided_weights: DividedWeights | None = None
         self._last_backward: int | None = None
-        self._runner = LayerRunner(self.body, device, head, **options)
+        self._runner = LayerRunner(self.body, self._copies, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
         #: Creates a new stage with the same layers, for a forward pass whose backward may run after other passes.
@@ -282,7 +285,7 @@ class Stage:
         """
         self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
-    def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
+    def _loss_inputs(self, microbatch: int) -> tuple[Any, LossFactor] | None:
         """Return the target and the factor of the loss; None if no loss is computed.
 
         The F reads the target and the factor, and keeps them for the R. If steps overlap, the step data may no longer
@@ -292,14 +295,19 @@ class Stage:
         if step_data.factors is None:
             return None
         target: Any = step_data.targets[microbatch] if step_data.targets else None
-        here = self._on_device(target) if isinstance(target, Tensor) else Payload.of(target, self._on_device).value
-        return here, step_data.factors[microbatch]
+        factor = step_data.factors[microbatch]
+        if isinstance(factor, Tensor):
+            factor = self._copies.tensor_on_device(factor, step_data)
+        copies = self._copies
+        bring = copies.tensor_on_device if isinstance(target, Tensor) else copies.value_on_device
+        return bring(target, step_data), factor
 
     def _body_inputs(self, microbatch: int, path: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
         """Return the inputs of the stage's body, and whether these inputs begin with the model's inputs."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
-        given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch], path), self._on_device)
+        inputs = self.body.inputs(self._step_data.inputs[microbatch], path)
+        given = Payload.of(inputs, partial(self._copies.tensor_on_device, step_data=self._step_data))
         if arrived and any(given.needs_grad):
             raise InputError(
                 "an input that requires a gradient may be used by the first stage only; a later stage also uses it; "
@@ -311,17 +319,6 @@ class Stage:
         """Clone output tensors that are buffers of this stage, because the next forward may change these buffers."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        """Return an input tensor of the model on this stage's device.
-
-        The result shares memory with the batch but has its own version counter, so a layer that modifies one
-        micro-batch in place does not break the backward of another micro-batch.
-        """
-        if tensor.is_meta:
-            return tensor  # a placeholder: this stage does not use the value
-        own = used_here(tensor.data) if tensor.is_cuda else tensor.data
-        return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
     def _input_grads(self, microbatch: int, saved: MicrobatchState) -> PerConsumer:
         grads = tuple(saved.input_grads)

@@ -5,12 +5,14 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.added_losses import AddedReduction
 from pipesched.tensors.keyed_random import Key
+from pipesched.tensors.loss_factors import LossFactor
 from pipesched.tensors.payload import Gradients, Payload
 from pipesched.tensors.tensor_table import LayerValues
 
@@ -34,7 +36,7 @@ class StepData:
     targets: list[Any] | dict[int, Any] = field(default_factory=list)
     #: The factor of each micro-batch's loss; a factor of None leaves the loss unscaled. Without factors, no loss is
     #: computed.
-    factors: list[float | None] | dict[int, float | None] | None = None
+    factors: list[LossFactor] | dict[int, LossFactor] | None = None
     #: The path of each micro-batch through the code between layers; empty if all take the path of the sample.
     paths: list[int] | dict[int, int] = field(default_factory=list)
     #: Gradients of the outputs, if the loss is computed outside the pipeline.
@@ -45,6 +47,10 @@ class StepData:
     watch: NonfiniteWatch | None = None
     #: The tensors that layers make in this step, for checks of a user's loss function. Default: None (not recorded).
     layer_values: LayerValues | None = None
+    #: For each accelerator that holds tensors of the batch, an event that the caller's work on them precedes.
+    ready: dict[torch.device, torch.Event] = field(default_factory=dict)
+    #: An event after each copy from pinned host memory. The caller may refill the memory after `wait_for_copies`.
+    copies: list[torch.Event] = field(default_factory=list)
     keep_outputs: bool = False
     #: A digest of the values of a stream's first batch, which all ranks must have; b"" if they are not compared.
     values: bytes = b""
@@ -65,3 +71,8 @@ class StepData:
     #: Returns a micro-batch's random key. Set in a stream, in which micro-batch numbers continue across steps, and in
     #: replicas other than the first. Default: None (the key contains ``step`` and the micro-batch's number).
     key: Callable[[int], Key] | None = None
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies from pinned host memory are complete. The host waits for no computation."""
+        while self.copies:
+            self.copies.pop().synchronize()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.devices.streams import used_here
 from pipesched.program.weight_versions import Uses
-from pipesched.tensors.payload import used_here
 from pipesched.tensors.tensor_attributes import with_attributes_of
 
 __all__ = ["Tensors", "WeightStash"]

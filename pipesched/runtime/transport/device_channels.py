@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
+from pipesched.devices.streams import current_stream, new_stream, on_device, on_stream
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.channels import Ends
 from pipesched.runtime.transport.encoding import Encoding
@@ -121,7 +122,7 @@ class NcclLink:
         self._last: Any = None
 
     def connect(self) -> None:
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             if self._sends:
                 self.send(torch.zeros(1, dtype=torch.uint8, device=self._device))
             else:
@@ -134,8 +135,8 @@ class NcclLink:
         return sending
 
     def receive(self, nbytes: int) -> Tensor:
-        user = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._arrivals):  # NCCL's stream waits for the current stream, which is empty here
+        user = current_stream(self._device)
+        with on_stream(self._arrivals):  # NCCL's stream waits for the current stream, which is empty here
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._last = work = self._group.recv([memory], 0, 0)
         work.wait()  # makes the current stream wait, not the host
@@ -145,7 +146,7 @@ class NcclLink:
     def drain(self) -> None:
         if self._last is not None:
             self._last.wait()
-            torch.cuda.current_stream(self._device).synchronize()
+            current_stream(self._device).synchronize()
             self._last = None
 
     def abort(self) -> None:
@@ -158,15 +159,15 @@ class Nccl:
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
         self._timeout_s = _WATCHED * timeout_s
-        self._arrivals = torch.cuda.Stream(device)
+        self._arrivals = new_stream(device)
 
     def link(self, store: Any, *, sends: bool) -> NcclLink:
-        with torch.cuda.device(self.device):
+        with on_device(self.device):
             return NcclLink(store, sends, self.device, self._arrivals, self._timeout_s)
 
     def begin(self) -> None:
         # other streams, such as the caller's, may still read memory that was freed on the arrivals stream
-        self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
+        self._arrivals.wait_stream(current_stream(self.device))
 
 
 def nccl_for(device: torch.device, timeout_s: float) -> Nccl:

@@ -1,4 +1,4 @@
-"""Host copies: copies values from a CUDA device to the host and sends them to other ranks, while the step continues."""
+"""Host copies: values of an accelerator are copied to the host and sent to other ranks, while the step continues."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +10,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from pipesched.devices.memory import host_copy
+from pipesched.devices.streams import current_stream, event_on
 from pipesched.errors import ExecutionError
 from pipesched.tensors.payload import pytree
 
@@ -28,7 +30,7 @@ class _Parcel(NamedTuple):
 
 
 class Courier:
-    """Sends values from a CUDA device in a separate thread, so that the rank's thread does not wait for the device.
+    """Sends values from an accelerator in a separate thread, so that the rank's thread does not wait for the device.
 
     Values are sent in the order of the calls to ``give``. On a CPU there is no thread: ``give`` sends the value
     directly. The thread ends when the courier is garbage-collected, or when ``end`` is called.
@@ -50,8 +52,7 @@ class Courier:
             thread.start()
             self._threads.append(thread)
         host = pytree.tree_map_only(Tensor, _on_host, value)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
+        ready = event_on(current_stream(self._device))
         self._parcels.put(_Parcel(value, host, ready, send))
 
     def drain(self) -> None:
@@ -71,10 +72,7 @@ def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequ
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return tensor if tensor.is_cpu else host_copy(tensor)
 
 
 def _carry(parcels: "SimpleQueue[_Parcel | threading.Event | None]") -> None:

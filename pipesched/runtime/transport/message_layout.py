@@ -328,7 +328,7 @@ class Packed:
 
     def fill(self, leaves: tuple[Any, ...]) -> None:
         """Copy a value's tensors into the buffer. On a device, the copies run asynchronously on the current stream."""
-        ahead = self.tensor.is_cuda
+        ahead = not self.tensor.is_cpu
         for view, piece in zip(self._views, self._pieces, strict=True):
             view.copy_(_source(piece, leaves[piece.leaf]), non_blocking=ahead)
 
