@@ -15,6 +15,7 @@ from torch import Tensor
 from pipesched.capture.paths import BatchPaths
 from pipesched.capture.stage_body import Body
 from pipesched.devices.selection import have_accelerator
+from pipesched.devices.streams import used_here
 from pipesched.errors import InputError
 from pipesched.program.program import Program
 from pipesched.runtime.executors.channel_plan import look
@@ -80,7 +81,10 @@ class StepCall:
         """
         if not step_data.outputs:
             return None
-        outputs = [step_data.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
+        payloads = [step_data.outputs[microbatch] for microbatch in range(len(self.batch.rows))]
+        for tensor in (tensor for payload in payloads for tensor in payload.tensors):
+            used_here(tensor)  # a rank's stream has allocated it
+        outputs = [payload.value for payload in payloads]
         return self.batch.gathered(outputs, self.weighting if own_loss else None, joins)
 
 

@@ -17,7 +17,7 @@ from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport import device_channels as device_wire
 from pipesched.runtime.transport.connections import DeviceTransport, HostTransport, transport_for
-from pipesched.runtime.transport.device_channels import Nccl
+from pipesched.runtime.transport.device_channels import PairLink, PairLinks
 from pipesched.runtime.transport.host_copies import Courier
 from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.testing import reference_step
@@ -34,7 +34,7 @@ def computing(streams: AcceleratorStreams, cuda: CUDA) -> Stream:
 
 
 def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):
-    streams, side = AcceleratorStreams("cuda:0"), Stream("cuda:0")
+    streams, side = AcceleratorStreams(torch.device("cuda:0")), Stream("cuda:0")
     with cuda.stream(side):
         side.launch("batch")
         streams.begin()
@@ -53,7 +53,7 @@ def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):
 
 
 def test_time_stamps_do_not_wait_for_earlier_work_of_the_device(cuda):
-    streams = AcceleratorStreams("cuda:0")
+    streams = AcceleratorStreams(torch.device("cuda:0"))
     cuda.default_stream("cuda:0").launch("long work")
     streams.begin()
     assert not streams._base.before
@@ -63,19 +63,19 @@ def test_time_stamps_do_not_wait_for_earlier_work_of_the_device(cuda):
 
 
 def test_values_between_devices_are_copied_once_they_are_there_and_both_ways_at_once(cuda):
-    first, second = AcceleratorStreams("cuda:0"), AcceleratorStreams("cuda:1")
+    first, second = AcceleratorStreams(torch.device("cuda:0")), AcceleratorStreams(torch.device("cuda:1"))
     computing(first, cuda).launch("forward")
     there = first.pack((None, Tensor(cuda, "cuda:0")))
     computing(second, cuda).launch("other work")
     with second.entered():
         none, moved = second.unpack(there)
     assert none is None
-    assert moved.device == "cuda:1"
+    assert moved.device == torch.device("cuda:1")
     assert {"forward", "copy to cuda:1"} <= computing(second, cuda).before
     assert "other work" not in computing(first, cuda).before
     assert "other work" not in second._inward.before, "what comes in does not wait for what is computed"
     computing(first, cuda).launch("late work")
-    assert [(tensor.device, stream) for tensor, stream in cuda.recorded] == [
+    assert [(str(tensor.device), stream) for tensor, stream in cuda.recorded] == [
         ("cuda:0", first._outward),
         ("cuda:1", computing(second, cuda)),
     ]
@@ -89,7 +89,7 @@ def test_values_between_devices_are_copied_once_they_are_there_and_both_ways_at_
 
 
 def test_values_on_one_device_are_not_copied(cuda):
-    first, second = AcceleratorStreams("cuda:0"), AcceleratorStreams("cuda:0")
+    first, second = AcceleratorStreams(torch.device("cuda:0")), AcceleratorStreams(torch.device("cuda:0"))
     computing(first, cuda).launch("forward")
     tensor = Tensor(cuda, "cuda:0")
     with second.entered():
@@ -100,10 +100,10 @@ def test_values_on_one_device_are_not_copied(cuda):
 
 
 def test_values_pass_between_a_cpu_rank_and_a_gpu_rank(cuda):
-    gpu, cpu = AcceleratorStreams("cuda:0"), streams_for(CPU)
+    gpu, cpu = AcceleratorStreams(torch.device("cuda:0")), streams_for(CPU)
     with gpu.entered():
         (moved,) = gpu.unpack(cpu.pack((Tensor(cuda, "cpu"),)))
-    assert moved.device == "cuda:0"
+    assert moved.device == torch.device("cuda:0")
     assert not cuda.synchronized
     computing(gpu, cuda).launch("forward")
     message = gpu.pack((torch.ones(2),))
@@ -134,12 +134,33 @@ def test_a_pipeline_runs_over_such_streams(cuda, monkeypatch, name):
 # ---- NCCL ----
 
 
-def link(sends: bool, timeout_s: float = 60) -> device_wire.NcclLink:
-    return Nccl(CPU, timeout_s).link(None, sends=sends)
+CUDA_0 = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def has_nccl(monkeypatch):
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(device_wire, "torch", CpuMemory())
+
+
+class CpuMemory:
+    """The module torch, but with the memory of fake devices on the CPU."""
+
+    def empty(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype)
+
+    zeros = empty
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def link(sends: bool, timeout_s: float = 60) -> PairLink:
+    return PairLinks(CUDA_0, timeout_s).link(None, sends=sends)
 
 
 def test_a_send_follows_what_is_computed_and_no_computation_follows_a_send(cuda):
-    sender, compute = link(sends=True), Stream(CPU)
+    sender, compute = link(sends=True), Stream(CUDA_0)
     with cuda.stream(compute):
         compute.launch("forward")
         sending = sender.send(torch.zeros(5, dtype=torch.uint8))
@@ -150,7 +171,7 @@ def test_a_send_follows_what_is_computed_and_no_computation_follows_a_send(cuda)
 
 
 def test_a_receive_waits_for_no_computation_and_what_is_computed_next_for_it(cuda):
-    receiver, compute = link(sends=False), Stream(CPU)
+    receiver, compute = link(sends=False), Stream(CUDA_0)
     with cuda.stream(compute):
         compute.launch("forward")
         memory = receiver.receive(7)
@@ -174,7 +195,7 @@ def test_links_wait_where_they_are_made_and_drained(cuda):
 
 
 def test_memory_of_a_run_before_is_received_into_once_its_readers_are_done(cuda):
-    maker, compute = Nccl(CPU, 60), Stream(CPU)
+    maker, compute = PairLinks(CUDA_0, 60), Stream(CUDA_0)
     with cuda.stream(compute):
         compute.launch("a caller's reading")
         maker.begin()

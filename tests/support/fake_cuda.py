@@ -94,7 +94,8 @@ class Tensor:
     """A tensor with a fake device, for code that uses device streams."""
 
     def __init__(self, cuda: CUDA, device: Any) -> None:
-        self.cuda, self.device, self.is_cpu, self.is_meta = cuda, device, device == "cpu", False
+        self.cuda, self.device, self.is_meta = cuda, torch.device(device), False
+        self.is_cpu = self.device.type == "cpu"
 
     def record_stream(self, stream: Stream) -> None:
         self.cuda.recorded.append((self, stream))
@@ -134,7 +135,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
 
         def _post(self, what: str, tensors: list[torch.Tensor], peer: int) -> Work:
             assert peer == 1 - self.rank
-            device = tensors[0].device
+            device = torch.device("cuda", 0)
             stream = fake.current_stream(device)
             self.calls.append((what, len(tensors[0]), stream))
             return Work(fake, device, what, set(stream.before))  # NCCL's own stream waits for the current stream

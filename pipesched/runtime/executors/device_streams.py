@@ -1,7 +1,7 @@
 """Device streams: a rank's clock and streams on its device, and copies between devices."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipesched.devices.memory import host_copy
-from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream
+from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream, used_here
 from pipesched.tensors.payload import Payload
 
 __all__ = ["AcceleratorStreams", "CpuStreams", "DeviceMessage", "DeviceStreams", "streams_for"]
@@ -40,7 +40,7 @@ class DeviceStreams(Protocol):
         """Make the caller's later work wait until the device has reached ``stamp``. Called in the caller's thread."""
 
     def end(self) -> None:
-        """Make the caller's later work wait for the end of the step. Called in the caller's thread."""
+        """Make the caller's later work wait for all work of the rank. Called in the caller's thread."""
 
     def entered(self) -> Any:
         """A context for the rank's thread, in which kernels run on the rank's streams."""
@@ -61,6 +61,10 @@ class DeviceStreams(Protocol):
 def streams_for(device: torch.device) -> DeviceStreams:
     """Return the streams and the clock for a device."""
     return AcceleratorStreams(device) if is_accelerator(device) else CpuStreams(device)
+
+
+def _tensors_of(value: Any) -> Sequence[Tensor]:
+    return value.tensors if isinstance(value, Payload) else [entry for entry in value if entry is not None]
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -133,7 +137,6 @@ class AcceleratorStreams:
     def follow(self) -> None:
         self._caller = current_stream(self.device)
         self._compute.wait_stream(self._caller)
-        self._inward.wait_stream(self._caller)  # the caller may still be reading memory received earlier
 
     def catch_up(self, stamp: torch.Event) -> None:
         self._caller.wait_event(stamp)
@@ -164,24 +167,29 @@ class AcceleratorStreams:
         return DeviceMessage(value, event_on(self._compute), self._outward)
 
     def unpack(self, message: DeviceMessage) -> Any:
-        value = _map(message.value, lambda tensor: self._bring(tensor, message))
-        self._compute.wait_stream(self._inward)
+        sources = {tensor.device for tensor in _tensors_of(message.value)}
         if message.ready is not None:
-            self._compute.wait_event(message.ready)
+            for source in sources:
+                self._reader(source, message).wait_event(message.ready)
+        value = _map(message.value, lambda tensor: self._bring(tensor, message))
+        if sources - {self.device}:
+            self._compute.wait_stream(self._inward)
         return value
+
+    def _reader(self, source: torch.device, message: DeviceMessage) -> torch.Stream:
+        """Return the stream that reads the message's tensors of a device."""
+        if source == self.device:
+            return self._compute
+        return self._inward if message.stream is None or source.type == "cpu" else message.stream
 
     def _bring(self, tensor: Tensor, message: DeviceMessage) -> Tensor:
         if tensor.device == self.device:
-            tensor.record_stream(self._compute)
-            return tensor
+            return used_here(tensor)
         # A copy between devices is launched on the current stream of the source device, and synchronises with the
         # current stream of the target device.
-        source = message.stream or self._inward
-        with on_stream(source), on_stream(self._inward):
-            if message.ready is not None:
-                source.wait_event(message.ready)
+        reader = self._reader(tensor.device, message)
+        with on_stream(reader), on_stream(self._inward):
             moved = tensor.to(self.device, non_blocking=True)
         if not tensor.is_cpu:
-            tensor.record_stream(source)
-        moved.record_stream(self._compute)
-        return moved
+            tensor.record_stream(reader)
+        return used_here(moved)

@@ -409,13 +409,14 @@ class ThreadExecutor:
 
     def end(self, run: ThreadRun) -> None:
         """End a run whose ranks have finished."""
+        failed = run.stopping.is_set()
         for streams in self.streams_of_rank:
-            if streams.has_streams:
+            if failed and streams.has_streams:  # otherwise the timelines of the parts did this
                 streams.end()
         if run.finished:
             self._last = None
             run.last = None  # break the reference cycle, which would keep the batch alive
-        run.run_spec.finish(run.stopping.is_set())
+        run.run_spec.finish(failed)
         self._busy.release()
 
     def check_open(self, call: str) -> None:

@@ -13,7 +13,7 @@ from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.coordination.rendezvous import AbsentError, Rendezvous
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.transport.channels import Channels
-from pipesched.runtime.transport.device_channels import DeviceLinks, LinkMaker, ends_over, nccl_for
+from pipesched.runtime.transport.device_channels import DeviceLinks, LinkMaker, PairLinks, ends_over
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.ports import ConnectionLostError, Ports
 from pipesched.runtime.transport.sockets import SocketPort, own_host
@@ -103,7 +103,7 @@ class DeviceTransport:
 
     """
 
-    def __init__(self, device: torch.device, maker: Callable[[torch.device, float], LinkMaker] = nccl_for) -> None:
+    def __init__(self, device: torch.device, maker: Callable[[torch.device, float], LinkMaker] = PairLinks) -> None:
         self._device = device
         self._maker = maker
 

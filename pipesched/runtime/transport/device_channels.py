@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
+from pipesched.devices.collectives import pair_maker
 from pipesched.devices.streams import current_stream, new_stream, on_device, on_stream
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.channels import Ends
@@ -50,13 +51,12 @@ from pipesched.runtime.transport.layout_predictor import LayoutPredictor
 from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import ShortPort, lost
 
-__all__ = ["Channel", "DeviceLink", "DeviceLinks", "LinkMaker", "ends_over", "nccl_for"]
+__all__ = ["Channel", "DeviceLink", "DeviceLinks", "LinkMaker", "PairLinks", "ends_over"]
 
 _LENGTH = Struct("<q")  # a header: the size in bytes of the layout that follows; 0 if the prediction is right
 _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank; torch has this many streams of one priority, and two links on one stream could deadlock
-_TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
-_WATCHED = 5  # NCCL's timeout, as a multiple of the ranks' timeout: posted transfers may wait for earlier steps
+_WATCHED = 5  # a group's timeout, as a multiple of the ranks' timeout: posted transfers may wait for earlier steps
 _PATIENCE_S = 5  # time for the other ranks to drain their links
 
 
@@ -106,19 +106,22 @@ class LinkMaker(Protocol):
         """Begin a run: later receives wait for earlier work on the current stream."""
 
 
-class NcclLink:
-    """A link over an NCCL communicator of two ranks. Received data is allocated on the stream ``arrivals``."""
+class PairLink:
+    """A link over a process group of two ranks. Received data is allocated on the stream ``arrivals``.
 
-    def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
+    Args:
+        group: the process group, which has a stream of its own.
+        sends: whether this is the sending end.
+        device: the device of this end.
+        arrivals: a stream on which nothing is computed.
+
+    """
+
+    def __init__(self, group: Any, *, sends: bool, device: torch.device, arrivals: torch.Stream) -> None:
+        self._group = group
         self._sends = sends
         self._device = device
         self._arrivals = arrivals
-        nccl: Any = distributed.ProcessGroupNCCL
-        options = nccl.Options(is_high_priority_stream=True)  # transfers start before waiting compute kernels
-        # a group of two ranks for one direction has a communicator and a stream of its own
-        self._group = nccl(store, int(not sends), 2, options)
-        if timeout_s > _TORCH_WATCHES_S:
-            self._group.set_timeout(timedelta(seconds=timeout_s))
         self._last: Any = None
 
     def connect(self) -> None:
@@ -136,7 +139,7 @@ class NcclLink:
 
     def receive(self, nbytes: int) -> Tensor:
         user = current_stream(self._device)
-        with on_stream(self._arrivals):  # NCCL's stream waits for the current stream, which is empty here
+        with on_stream(self._arrivals):  # the group's stream waits for the current stream, which is empty here
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._last = work = self._group.recv([memory], 0, 0)
         work.wait()  # makes the current stream wait, not the host
@@ -153,34 +156,29 @@ class NcclLink:
         self._group.abort()
 
 
-class Nccl:
-    """Creates NCCL links for one device. ``timeout_s`` is how long ranks wait for each other, in seconds."""
+class PairLinks:
+    """Creates the links of one device, each over a process group of its own.
+
+    Args:
+        device: the device of this rank.
+        timeout_s: how long ranks wait for each other, in seconds.
+
+    """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
+        self._make = pair_maker(device)
         self._timeout_s = _WATCHED * timeout_s
         self._arrivals = new_stream(device)
 
-    def link(self, store: Any, *, sends: bool) -> NcclLink:
+    def link(self, store: Any, *, sends: bool) -> PairLink:
         with on_device(self.device):
-            return NcclLink(store, sends, self.device, self._arrivals, self._timeout_s)
+            group = self._make(store, int(not sends), self._timeout_s)
+        return PairLink(group, sends=sends, device=self.device, arrivals=self._arrivals)
 
     def begin(self) -> None:
         # other streams, such as the caller's, may still read memory that was freed on the arrivals stream
         self._arrivals.wait_stream(current_stream(self.device))
-
-
-def nccl_for(device: torch.device, timeout_s: float) -> Nccl:
-    """Return the factory that creates the NCCL links of a device.
-
-    Raises ExecutionError if torch was built without NCCL.
-    """
-    if not distributed.is_nccl_available():
-        raise ExecutionError(
-            f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has no NCCL; "
-            f"install a build with NCCL, run on CPUs, or use one process with devices="
-        )
-    return Nccl(device, timeout_s)
 
 
 class DeviceLinks:
@@ -203,7 +201,7 @@ class DeviceLinks:
         new = [channel for channel in channels if self._rank in channel[:2] and channel not in self._links]
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
-                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with its own CUDA stream; "
+                f"a rank on an accelerator may have at most {_MOST_LINKS} channels, each with its own stream; "
                 f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries so that "
                 f"fewer edges cross them"
             )
