@@ -28,6 +28,8 @@ __all__ = ["FakeStage", "run_virtual"]
 class _VirtualClock:
     """The virtual clock of one rank."""
 
+    has_streams = False
+
     def __init__(self) -> None:
         self.time_s: float = 0
         self._copied: dict[Queue | None, float] = {}  # queue of copies -> end time of its last copy

@@ -84,6 +84,9 @@ class Transport(Protocol):
 class _Timer(Protocol):
     """The clock that stamps the starts and ends of actions."""
 
+    #: Whether the device has streams. If so, an action starts where the rank's previous action ends.
+    has_streams: bool
+
     def now(self) -> Any:
         """Return the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
 
@@ -357,13 +360,16 @@ def interpret(rank: BoundRank, timer: _Timer, stamps: Stamps) -> Iterator[Action
     that names the action and its position is added to the exception.
     """
     now = timer.now
+    follows = timer.has_streams
+    stamp = None
     order, starts, ends = stamps
     for position, (action, call, takes, gives, wait) in enumerate(rank.bind(order)):
         yield action
         try:
             if wait is not None:
                 wait()
-            starts[position] = now()
+                stamp = None
+            starts[position] = stamp if follows and stamp is not None else now()
             value = call(*map(_taken, takes))
         except BaseException as error:
             error.add_note(
@@ -379,4 +385,4 @@ def interpret(rank: BoundRank, timer: _Timer, stamps: Stamps) -> Iterator[Action
             for edge in gives:
                 edge.value = value
         value = None  # drop the references, so that an output lives no longer than its consumers need it
-        ends[position] = now()
+        ends[position] = stamp = now()
