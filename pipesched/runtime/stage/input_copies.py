@@ -54,7 +54,7 @@ class InputCopies:
             with on_stream(arrivals):
                 copy = tensor.to(self.device, non_blocking=True)
                 if tensor.is_pinned():
-                    step_data.copies.append(event_on(arrivals))
+                    step_data.copies[self] = event_on(arrivals)
         else:
             departures = self._after_caller(tensor, step_data)
             with on_stream(departures), on_stream(arrivals):

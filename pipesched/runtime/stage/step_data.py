@@ -49,8 +49,8 @@ class StepData:
     layer_values: LayerValues | None = None
     #: For each accelerator that holds tensors of the batch, an event that the caller's work on them precedes.
     ready: dict[torch.device, torch.Event] = field(default_factory=dict)
-    #: An event after each copy from pinned host memory. The caller may refill the memory after `wait_for_copies`.
-    copies: list[torch.Event] = field(default_factory=list)
+    #: For each stage, an event after its last copy from pinned memory. `wait_for_copies` waits for these events.
+    copies: dict[object, torch.Event] = field(default_factory=dict)
     keep_outputs: bool = False
     #: A digest of the values of a stream's first batch, which all ranks must have; b"" if they are not compared.
     values: bytes = b""
@@ -73,6 +73,9 @@ class StepData:
     key: Callable[[int], Key] | None = None
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies from pinned host memory are complete. The host waits for no computation."""
+        """Wait until the copies from pinned memory are complete, so that the caller may refill the memory.
+
+        The host waits for no computation.
+        """
         while self.copies:
-            self.copies.pop().synchronize()
+            self.copies.popitem()[1].synchronize()
