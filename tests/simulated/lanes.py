@@ -54,7 +54,7 @@ class Lane:
     def _writable(self, width: int) -> np.ndarray:
         """This lane's vector, which no stamp shares, with room for so many streams."""
         if width > len(self.known):
-            grown = np.zeros(max(width, 2 * len(self.known)), np.int64)
+            grown = np.zeros(1 << (width - 1).bit_length(), np.int64)  # lanes that learn from each other stay equal
             grown[: len(self.known)] = self.known
             self.known = grown
         elif self._shared:

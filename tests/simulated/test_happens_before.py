@@ -6,6 +6,7 @@ import pytest
 
 from tests.simulated.device_time import DeviceCosts
 from tests.simulated.happens_before import HappensBefore, stream_key
+from tests.simulated.lanes import Stream
 from tests.simulated.reachability import BruteForce
 from tests.simulated.violations import ViolationKind
 
@@ -109,6 +110,14 @@ def test_the_judge_finds_what_brute_force_finds(seed):
                 assert program.judge.event_done(thread, event) == program.brute.knows(thread, event)
     found = {(each.kind, each.earlier.frames[0][1], each.later.frames[0][1]) for each in program.judge.violations}
     assert found == program.brute.found
+
+
+def test_vectors_that_learn_from_each_other_stay_short():
+    one, other = Stream(0, (0, 0), 1), Stream(4, (1, 0), 3)
+    for _ in range(10):
+        one.learn(other.stamp())
+        other.learn(one.stamp())
+    assert len(one.known) == len(other.known) == 8
 
 
 # ---- the allocator's rules, one by one ----

@@ -9,7 +9,7 @@ namespace simulated {
 inline std::unique_ptr<at::ObserverContext> see_operator(const at::RecordFunction& function) {
   if (kernels_under_way || !observed()) return nullptr;
   const auto schema = function.operator_schema();
-  if (!schema) return nullptr;
+  if (!schema || reads_only_layout(schema->name())) return nullptr;
   std::vector<int64_t> reads, writes;
   bool device_takes_part = false;
   size_t position = 0;
@@ -17,6 +17,7 @@ inline std::unique_ptr<at::ObserverContext> see_operator(const at::RecordFunctio
     const auto& arguments = schema->arguments();
     const auto* aliasing = position < arguments.size() ? arguments[position].alias_info() : nullptr;
     ++position;
+    device_takes_part |= value.isDevice() && value.toDevice().type() == SIM;
     each_tensor(value, [&](const at::Tensor& tensor) {
       device_takes_part |= on_device(tensor);
       const bool viewed = aliasing && !aliasing->isWrite();

@@ -39,12 +39,17 @@ IValue map_tensors(const IValue& value, F change) {
   return out;
 }
 
+inline bool reads_only_layout(const std::string& name) {
+  const bool like = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
+  return like || name.rfind("aten::new_", 0) == 0 || name.rfind("aten::is_", 0) == 0;
+}
+
 // ---- what is known of an operator before it is called ----
 struct Traits {
   const char* name;
   std::vector<bool> written;  // for each argument
   int generator = -1;         // the position of this argument
-  bool has_cpu_kernel, reads_only_layout, takes_indices, shape_depends_on_data;
+  bool has_cpu_kernel, only_layout, takes_indices, shape_depends_on_data;
 
   explicit Traits(const c10::OperatorHandle& op) {
     const auto& schema = op.schema();
@@ -56,8 +61,7 @@ struct Traits {
       if (argument.type()->str() == "Generator?") generator = static_cast<int>(i);
     }
     has_cpu_kernel = op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
-    const bool like = full.size() > 5 && full.compare(full.size() - 5, 5, "_like") == 0;
-    reads_only_layout = like || full.rfind("aten::new_", 0) == 0;
+    only_layout = reads_only_layout(full);
     takes_indices = full.rfind("aten::index", 0) == 0 || full.find("index_put") != std::string::npos;
     shape_depends_on_data =
         op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
@@ -131,7 +135,7 @@ inline void boxed_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, tor
     value = map_tensors(value, [&](const at::Tensor& tensor) { return call.back(tensor); });
   }
   call.settle_all();
-  if (traits.reads_only_layout) call.reads.clear();
+  if (traits.only_layout) call.reads.clear();
   if (only_views && !call.has_new_memory) return;
   call.report();
   if (waits) call.synchronize();

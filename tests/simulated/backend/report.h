@@ -19,16 +19,16 @@ constexpr c10::DeviceType SIM = c10::DeviceType::PrivateUse1;
 // Autograd runs a backward in threads of its own, with the debug information of the thread that called it. So the
 // launches of these threads count as the caller's.
 struct HostThread final : c10::DebugInfoBase {
-  explicit HostThread(unsigned long ident) : ident(ident) {}
-  unsigned long ident;
+  unsigned long ident = PyThread_get_thread_ident();
+  PyThreadState* state = PyGILState_GetThisThreadState();
 };
+constexpr auto HOST_THREAD = [] { return c10::DebugInfoKind::TEST_INFO; };
 
 inline unsigned long host_thread() {
-  constexpr auto kind = [] { return c10::DebugInfoKind::TEST_INFO; };
-  if (auto* info = c10::ThreadLocalDebugInfo::get(kind())) return static_cast<HostThread*>(info)->ident;
-  const unsigned long ident = PyThread_get_thread_ident();
-  c10::ThreadLocalDebugInfo::_push(kind(), std::make_shared<HostThread>(ident));
-  return ident;
+  if (auto* info = c10::ThreadLocalDebugInfo::get(HOST_THREAD())) return static_cast<HostThread*>(info)->ident;
+  auto thread = std::make_shared<HostThread>();
+  c10::ThreadLocalDebugInfo::_push(HOST_THREAD(), thread);
+  return thread->ident;
 }
 
 // ---- places in Python code ----
@@ -59,11 +59,19 @@ inline bool is_shown(PyCodeObject* code) {
   return found->second;
 }
 
+inline PyFrameObject* innermost_frame() {  // a new reference
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  if (frame) return frame;
+  auto* info = c10::ThreadLocalDebugInfo::get(HOST_THREAD());  // the thread that waits for this thread's backward
+  PyThreadState* state = info ? static_cast<HostThread*>(info)->state : nullptr;
+  return state ? PyThreadState_GetFrame(state) : nullptr;
+}
+
 inline int place_here() {  // needs the GIL
   Place place{};
   int count = 0;
-  PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
+  PyFrameObject* frame = innermost_frame();
   while (frame && count < FRAMES) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     if (is_shown(code)) place[count++] = {code, PyFrame_GetLasti(frame)};
