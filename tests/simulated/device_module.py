@@ -27,6 +27,7 @@ def make_device_module(num_devices: int, generators: tuple[torch.Generator, ...]
     module.device_count = lambda: num_devices
     module.is_available = module.is_initialized = lambda: True
     module.init = lambda: None
+    module._initialized = True  # torch.utils.checkpoint saves random states of initialized devices only
     module._is_in_bad_fork = lambda: False  # torch.manual_seed asks this
     _add_generator_functions(module, generators)
     return module

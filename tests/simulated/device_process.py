@@ -34,7 +34,7 @@ class DeviceProcess:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # as long as this object
 
     def run(self, name: str) -> Ending:
         """Run a test by its node id."""

@@ -26,9 +26,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", record_stream);
   library.impl("_has_compatible_shallow_copy_type", data_can_be_replaced);
   library.impl("_local_scalar_dense", item);
+  library.impl("dropout", dropout);
   library.impl("convolution_overrideable", convolution);
   library.impl("convolution_backward_overrideable", convolution_backward);
 }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { library.impl("dropout", dropout); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&boxed_kernel>());
 }

@@ -24,6 +24,11 @@ inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::array<StreamId, MOST_DEVICES> current_streams{};
 inline std::atomic<int64_t> next_block{1};
 
+inline void check_device_exists(DeviceIndex device) {
+  TORCH_CHECK(device >= 0 && device < num_devices, "sim: invalid device ordinal ", static_cast<int>(device),
+              "; there are ", num_devices, " devices");
+}
+
 inline Stream stream_here(DeviceIndex device) {
   return Stream(Stream::UNSAFE, c10::Device(SIM, device), current_streams[device]);
 }

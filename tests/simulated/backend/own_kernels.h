@@ -16,7 +16,11 @@ using std::optional;
 
 // ---- new tensors ----
 constexpr auto SIM_KEYS = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
-inline DeviceIndex named(optional<Device> device) { return device && device->has_index() ? device->index() : -1; }
+inline DeviceIndex named(optional<Device> device) {
+  if (!device || !device->has_index()) return -1;
+  check_device_exists(device->index());
+  return device->index();
+}
 
 inline at::Tensor empty(IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<Device> device,
                         optional<bool>, optional<at::MemoryFormat> format) {
@@ -104,6 +108,16 @@ inline at::Scalar item(const at::Tensor& self) {
   call.report();
   call.synchronize();
   return at::_local_scalar_dense(alias);
+}
+
+// ---- dropout ----
+// torch takes a fused dropout on an accelerator, which rounds differently from the CPU's and has no generator.
+inline at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
+  if (p == 0 || !train || input.numel() == 0) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  const at::Tensor noise = at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
+  return input * noise;
 }
 
 // ---- convolutions ----

@@ -26,8 +26,7 @@ struct SimulatedGuard final : c10::impl::DeviceGuardImplInterface {
   }
   Device getDevice() const override { return {SIM, current_device}; }
   void setDevice(Device device) const override {
-    TORCH_CHECK(device.index() >= 0 && device.index() < num_devices, "sim: invalid device ordinal ", device.index(),
-                "; there are ", num_devices, " devices");
+    check_device_exists(device.index());
     current_device = device.index();
   }
   void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
