@@ -89,7 +89,8 @@ class BruteForce:
             return
         for use in freed.uses():
             stream, user = self._by[use]
-            lanes = ("stream", freed.owner), ("host", thread), ("host", user)
+            recorded = [("stream", one) for one in freed.recorded]
+            lanes = ("stream", freed.owner), ("host", thread), ("host", user), *recorded
             if stream in (freed.owner, *freed.recorded) or any(self._before(use, lane) for lane in lanes):
                 continue
             self._left[freed.owner].add(use)
