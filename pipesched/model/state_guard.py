@@ -350,6 +350,7 @@ def untouched(model: nn.Module, mode: bool, copied: Collection[Tensor] = ()) -> 
     ]
     before = {id(tensor): tensor for tensor in (*(buffer for *_, buffer in places), *copied)}
     with (
+        torch.autograd.set_multithreading_enabled(False),  # the watch and the locks are of this thread
         _modes_kept(held),
         _leaves_kept(tensors),
         generators_kept(tensor.device for tensor in tensors),

@@ -294,7 +294,8 @@ class _Unpipelined:
         # edges, because for tensors torch would disable the torch function mode
         edges = [*map(edge_of, roots), *self._unsplit.added.edges()]
         if edges:
-            with _without_autocast(), self._unsplit.in_backward:
+            here = torch.autograd.set_multithreading_enabled(False)  # the mode and the locks are of this thread
+            with _without_autocast(), self._unsplit.in_backward, here:
                 torch.autograd.backward(edges)
 
     def deliver(self) -> None:
