@@ -25,6 +25,7 @@ _NOT_SHOWN = (
     queue.__file__,
     str(Path(threading.__file__).parent / "contextlib.py"),
     str(Path(threading.__file__).parent / "concurrent"),
+    "/pipesched/tensors/function_mode.py",  # stands between each call of a layer and torch
 )
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch.utils import cpp_extension
 
-__all__ = ["load", "missing"]
+__all__ = ["library", "load", "missing"]
 
 _SOURCES = Path(__file__).parent / "backend"
 _NAME = "simulated_backend"
@@ -33,19 +33,24 @@ def missing() -> str | None:
 
 
 def load() -> ModuleType:
-    """Return the compiled backend. The first call on a machine compiles it; other processes wait meanwhile."""
-    folder = Path(cpp_extension.get_default_build_root()) / _NAME / _digest()
-    library = folder / f"{_NAME}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                _compile(library)
-    spec = importlib.util.spec_from_file_location(_NAME, library)
+    """Return the compiled backend."""
+    spec = importlib.util.spec_from_file_location(_NAME, library())
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def library() -> Path:
+    """Return the file of the backend. The first call on a machine compiles it; other processes wait meanwhile."""
+    folder = Path(cpp_extension.get_default_build_root()) / _NAME / _digest()
+    made = folder / f"{_NAME}.so"
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                _compile(made)
+    return made
 
 
 def _compiler() -> str:
@@ -59,10 +64,10 @@ def _digest() -> str:
     return hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
 
 
-def _compile(library: Path) -> None:
+def _compile(made: Path) -> None:
     headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     folders = cpp_extension.library_paths()
-    half_made = library.with_suffix(f".{os.getpid()}")
+    half_made = made.with_suffix(f".{os.getpid()}")
     command = [
         _compiler(),
         *_FLAGS,
@@ -77,4 +82,4 @@ def _compile(library: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the simulated accelerator was not compiled; {' '.join(command)}\n{done.stderr[-4000:]}")
-    half_made.replace(library)
+    half_made.replace(made)

@@ -26,7 +26,7 @@ def make_device_module(num_devices: int, generators: tuple[torch.Generator, ...]
     module.default_generators = generators
     module.device_count = lambda: num_devices
     module.is_available = module.is_initialized = lambda: True
-    module.init = lambda: None
+    module.init = module._lazy_init = lambda: None  # torch 2.11 synchronizes devices that it initialized, and no other
     module._initialized = True  # torch.utils.checkpoint saves random states of initialized devices only
     module._is_in_bad_fork = lambda: False  # torch.manual_seed asks this
     _add_generator_functions(module, generators)

@@ -64,10 +64,12 @@ class DeviceProcess:
             self._process = None
 
     def _started(self) -> subprocess.Popen[str]:
+        paths = os.pathsep.join(filter(None, [str(_ROOT), *sys.path]))
+        own = {ENVIRONMENT: "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}  # a process has one accelerator
         return subprocess.Popen(
             [sys.executable, "-m", "tests.simulated.device_process", str(self._folder)],
             cwd=_ROOT,
-            env={**os.environ, ENVIRONMENT: "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), *sys.path]))},
+            env={**os.environ, **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,13 +1,13 @@
 """Hand-offs between host threads: what one thread has waited for, the thread that comes after it has waited for, too.
 
-Python's ways to pass something on are replaced for the whole process: queues, events, futures, locks, conditions, and
-the start and the end of a thread. Modules that take a name from `queue` must be imported after :func:`install`.
+Python's ways to pass something on are replaced for the whole process: conditions, of which events, queues, barriers,
+semaphores and futures are made, simple queues, and the start and the end of a thread. Modules that take `SimpleQueue`
+from `queue` must be imported after :func:`install`. A bare `Lock` hands nothing on, because it cannot be replaced.
 """
 
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from tests.simulated.happens_before import HappensBefore
@@ -23,9 +23,7 @@ def install(judge: HappensBefore, ident: Callable[[], int]) -> None:
     """Make Python's synchronisation hand on what threads know. `ident` returns the number of the current thread."""
     here = _Here(judge, ident)
     queue.SimpleQueue = _stamped_queue(here)
-    _stamp_queue(here)
-    _stamp_events(here)
-    _stamp_futures(here)
+    _stamp_conditions(here)
     _stamp_threads(here)
 
 
@@ -83,83 +81,35 @@ def _stamped_queue(here: _Here) -> type:
     return SimpleQueue
 
 
-def _stamp_queue(here: _Here) -> None:
-    """queue.Queue and its subclasses, which keep their items in `_put` and `_get`."""
-    for kind in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
-        put, get = kind.put, kind.get
+def _stamp_conditions(here: _Here) -> None:
+    """Who enters a condition comes after who left it. Events, queues, barriers and futures are made of conditions."""
+    enter, leave = threading.Condition.__enter__, threading.Condition.__exit__
+    notify, wait = threading.Condition.notify, threading.Condition.wait
 
-        def stamped_put(self: Any, item: Any, *args: Any, put: Any = put, **options: Any) -> None:
-            here.stamp_on(self)
-            put(self, item, *args, **options)
+    def stamped_enter(self: threading.Condition) -> Any:
+        entered = enter(self)
+        here.take_from(self)
+        return entered
 
-        def stamped_get(self: Any, *args: Any, get: Any = get, **options: Any) -> Any:
-            item = get(self, *args, **options)
-            here.take_from(self)
-            return item
-
-        kind.put, kind.get = stamped_put, stamped_get
-
-
-def _stamp_events(here: _Here) -> None:
-    set_, wait = threading.Event.set, threading.Event.wait
-    notify, condition_wait = threading.Condition.notify, threading.Condition.wait
-    barrier_wait = threading.Barrier.wait
-
-    def stamped_set(self: threading.Event) -> None:
-        _join_on(here, self)
-        set_(self)
-
-    def stamped_wait(self: threading.Event, timeout: float | None = None) -> bool:
-        done = wait(self, timeout)
-        if done:
-            here.take_from(self)
-        return done
+    def stamped_leave(self: threading.Condition, *error: Any) -> None:
+        here.stamp_on(self)
+        leave(self, *error)
 
     def stamped_notify(self: threading.Condition, n: int = 1) -> None:
-        _join_on(here, self)
+        here.take_from(self)  # a queue notifies a condition that it has not entered, under the same lock
+        here.stamp_on(self)
         notify(self, n)
 
-    def stamped_condition_wait(self: threading.Condition, timeout: float | None = None) -> bool:
-        done = condition_wait(self, timeout)
-        if done:
-            here.take_from(self)
-        return done
-
-    def stamped_barrier_wait(self: threading.Barrier, timeout: float | None = None) -> int:
-        _join_on(here, self)
-        number = barrier_wait(self, timeout)
-        here.take_from(self)
-        return number
-
-    threading.Event.set, threading.Event.wait = stamped_set, stamped_wait
-    threading.Condition.notify, threading.Condition.wait = stamped_notify, stamped_condition_wait
-    threading.Barrier.wait = stamped_barrier_wait
-
-
-def _join_on(here: _Here, target: Any) -> None:
-    """Leave a stamp that also holds what threads before this one have left: several threads may set one event."""
-    here.take_from(target)
-    here.stamp_on(target)
-
-
-def _stamp_futures(here: _Here) -> None:
-    set_result, set_exception, result = Future.set_result, Future.set_exception, Future.result
-
-    def stamped_set_result(self: Future, value: Any) -> None:
+    def stamped_wait(self: threading.Condition, timeout: float | None = None) -> bool:
         here.stamp_on(self)
-        set_result(self, value)
-
-    def stamped_set_exception(self: Future, error: BaseException | None) -> None:
-        here.stamp_on(self)
-        set_exception(self, error)
-
-    def stamped_result(self: Future, timeout: float | None = None) -> Any:
         try:
-            return result(self, timeout)
+            return wait(self, timeout)
         finally:
             here.take_from(self)
 
-    Future.set_result, Future.set_exception, Future.result = stamped_set_result, stamped_set_exception, stamped_result
+    condition = threading.Condition
+    condition.__enter__, condition.__exit__ = stamped_enter, stamped_leave
+    condition.notify, condition.wait = stamped_notify, stamped_wait
 
 
 def _stamp_threads(here: _Here) -> None:

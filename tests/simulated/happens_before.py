@@ -306,14 +306,12 @@ class HappensBefore:
         if freed is None or freed.owner is None:  # the allocator of pinned memory waits for its copies
             return
         owner, host = self._stream(freed.owner), self._host(thread)
-        # The allocator waits for an event on each recorded stream, and so for all that the stream has waited for.
-        recorded = [self._stream(key) for key in freed.recorded]
+        # The allocator waits until the recorded streams have reached this moment, with all that they waited for.
+        lanes = [owner, host, *map(self._stream, freed.recorded)]
         for access in freed.accesses():
             stream, number, user = access[:3]
-            if stream is owner or stream in recorded:
-                continue
             # A thread that used the memory has dropped its reference, so the free comes after what it waited for.
-            if any(lane.knows(stream, number) for lane in (owner, host, user, *recorded)):
+            if stream in lanes or any(lane.knows(stream, number) for lane in (*lanes, user)):
                 continue
             if stream not in owner.pending or owner.pending[stream].access.number < number:
                 owner.pending[stream] = _FreedUse(access, freed.nbytes, place)

@@ -89,9 +89,9 @@ class BruteForce:
             return
         for use in freed.uses():
             stream, user = self._by[use]
-            recorded = [("stream", one) for one in freed.recorded]
-            lanes = ("stream", freed.owner), ("host", thread), ("host", user), *recorded
-            if stream in (freed.owner, *freed.recorded) or any(self._before(use, lane) for lane in lanes):
+            streams = freed.owner, *freed.recorded
+            lanes = [("host", thread), ("host", user), *(("stream", one) for one in streams)]
+            if stream in streams or any(self._before(use, lane) for lane in lanes):
                 continue
             self._left[freed.owner].add(use)
 

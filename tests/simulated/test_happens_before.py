@@ -153,10 +153,14 @@ def test_record_stream_makes_the_free_safe():
     assert not memory.freed_and_used_again()
 
 
-def test_record_stream_of_a_third_stream_does_not_help():
+def test_record_stream_of_a_third_stream_helps_if_that_stream_waits_for_the_reader():
     memory = Memory()
     memory.log.append(("recorded on", 0, 1, THIRD, 0))
     assert memory.freed_and_used_again() == [ViolationKind.FREED]
+    memory = Memory()
+    memory.log.append(("recorded on", 0, 1, THIRD, 0))
+    memory.order(OTHER, THIRD)
+    assert not memory.freed_and_used_again()
 
 
 def test_the_allocating_stream_may_wait_before_the_free_or_after_it():
