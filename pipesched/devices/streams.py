@@ -1,6 +1,7 @@
 """Streams: the streams and events of an accelerator. A CPU has none."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
@@ -14,6 +15,8 @@ __all__ = [
     "new_stream",
     "on_device",
     "on_stream",
+    "on_streams",
+    "streams_here",
     "synchronize",
     "used_here",
 ]
@@ -29,6 +32,25 @@ def is_accelerator(device: torch.device) -> bool:
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream on which this thread launches operations of an accelerator."""
     return torch.accelerator.current_stream(device)
+
+
+def streams_here(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """Return this thread's current stream of each of the devices that is an accelerator."""
+    return [current_stream(device) for device in {*devices} if is_accelerator(device)]
+
+
+@contextmanager
+def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """A context in which this thread launches operations on these streams, at most one for each device."""
+    if not streams:
+        yield
+        return
+    index = torch.accelerator.current_device_index()
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(on_stream(stream))
+        torch.accelerator.set_device_index(index)
+        yield
 
 
 def new_stream(device: torch.device) -> torch.Stream:

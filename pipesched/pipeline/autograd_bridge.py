@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from pipesched.devices.streams import on_streams, streams_here
 from pipesched.errors import ExecutionError, InputError
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.stage.step_data import StepData
@@ -37,6 +38,8 @@ class OpenPass:
     run_backwards: Callable[[], Any]
     parameters: Callable[[], Iterable[nn.Parameter]]  #: returns the parameters whose gradients the passes change
     weighting: Weighting | None = None  #: the weighting of the loss, if the loss is among the outputs
+    #: The caller's streams in the forward. As in PyTorch, the backward runs on them, in whatever thread autograd uses.
+    streams: Sequence[torch.Stream] = ()
 
     def backward(self, grads: tuple[Tensor | None, ...], *, accumulates: bool) -> list[Tensor | None]:
         """Run the pipeline's backward passes, given the gradients of the whole batch's outputs.
@@ -53,7 +56,8 @@ class OpenPass:
         for parameter, _ in before:
             parameter.grad = None
         try:
-            self.run_backwards()
+            with on_streams(self.streams):
+                self.run_backwards()
         finally:
             for parameter, grad in before:
                 parameter.grad = grad
@@ -79,6 +83,8 @@ def attach(opened: OpenPass, joins: OutputRows) -> Any:
     wanted = [output.wanted for output in outputs]
     values = [output.value for output in outputs]
     if any(wanted):
+        tensors = (*chain.from_iterable(wanted), *opened.parameters())
+        opened.streams = streams_here(tensor.device for tensor in tensors)
         inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
         leaf = torch.empty(0, requires_grad=True, device="cpu")
         anchor = leaf.clone()  # no leaf, so that autograd tells whether it goes there

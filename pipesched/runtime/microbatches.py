@@ -485,8 +485,9 @@ class Splitter:
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(weights), [None] * len(weights), self.reduction_order)
-        if isinstance(weights, Tensor):
-            return self._weighting_on_device(weights, groups)
+        if isinstance(weights, Tensor) and len(groups) < 2:  # the host cannot check the sum without waiting
+            return Weighting(normalized(weights), [None] * len(weights), self.reduction_order)
+        weights = weights_in_numbers(weights)  # an update without labels must be left out
         total = sum([weight for own in of_replicas or [weights] for weight in own])
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
@@ -501,20 +502,6 @@ class Splitter:
                 factors[microbatch] = weights[microbatch] / own if own else 0.0
                 shares[microbatch] = own / total
         return Weighting(list(factors), list(shares))
-
-    def _weighting_on_device(self, weights: Tensor, groups: Sequence[Sequence[int]]) -> "Weighting":
-        """Return the weighting for weights that the host cannot read without waiting. Their sum is not checked."""
-        if len(groups) < 2:
-            return Weighting(normalized(weights), [None] * len(weights), self.reduction_order)
-        total = weights.double().sum()
-        factors: list[LossFactor] = [0.0] * len(weights)
-        shares: list[LossFactor] = [0.0] * len(weights)
-        for group in groups:
-            own = torch.stack([weights[microbatch] for microbatch in group])
-            for microbatch, factor in zip(group, normalized(own, empty=0.0), strict=True):
-                factors[microbatch] = factor
-                shares[microbatch] = own.double().sum() / total
-        return Weighting(factors, shares)
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
         """Return the weights of the losses in the outputs of ``forward``, or None if the weights cannot be computed."""

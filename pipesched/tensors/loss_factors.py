@@ -6,7 +6,6 @@ wait for the device. A factor of None stands for 1. A factor of 0 replaces the l
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from math import nan
 
 import torch
 from torch import Tensor
@@ -18,17 +17,10 @@ LossFactor = float | Tensor | None
 LossWeights = Sequence[float] | Tensor
 
 
-def normalized(weights: Tensor, *, empty: float = nan) -> list[LossFactor]:
-    """Return the weights, divided by their sum.
-
-    Args:
-        weights: a 1-d tensor.
-        empty: the factors if the sum is 0. Default: NaN, like a mean over no labels in PyTorch.
-
-    """
+def normalized(weights: Tensor) -> list[LossFactor]:
+    """Return the weights, divided by their sum. All are NaN if the sum is 0, like a mean over no labels in PyTorch."""
     wide = weights.double()
-    total = wide.sum()
-    return list(torch.where(total == 0, empty, wide / total).unbind())
+    return list((wide / wide.sum()).unbind())
 
 
 def read(factor: LossFactor) -> float | None:

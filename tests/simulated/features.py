@@ -63,7 +63,11 @@ def feature(function: Feature) -> Feature:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.LayerNorm(2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -545,7 +549,7 @@ def profiled_on_own_stream(devices: Devices) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(2.0)
-    return state(model)
+        return state(model)
 
 
 @feature

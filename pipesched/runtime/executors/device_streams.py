@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipesched.devices.memory import host_copy
+from pipesched.devices.copies import DeviceCopies
 from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream, used_here
 from pipesched.tensors.payload import Payload
 
@@ -16,11 +16,10 @@ __all__ = ["AcceleratorStreams", "CpuStreams", "DeviceMessage", "DeviceStreams",
 
 
 class DeviceMessage(NamedTuple):
-    """A value in transit, the event recorded after its computation, and the sending device's stream for copies."""
+    """A value in transit, and an event after its computation; None if it was computed on a CPU."""
 
     value: Any
     ready: torch.Event | None = None
-    stream: torch.Stream | None = None
 
 
 class DeviceStreams(Protocol):
@@ -83,6 +82,7 @@ class CpuStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._copies = DeviceCopies(device)
 
     def begin(self) -> None:
         return
@@ -100,30 +100,18 @@ class CpuStreams:
         return lambda stamp: stamp - start_s
 
     def unpack(self, message: DeviceMessage) -> Any:
-        stream = message.stream
-        if stream is None or message.ready is None:
-            return message.value
-        with on_stream(stream):
-            stream.wait_event(message.ready)
-            value = _map(message.value, lambda tensor: tensor if tensor.is_cpu else host_copy(tensor))
-        event_on(stream).synchronize()  # the host computes with the copies
-        return value
+        return message.value if message.ready is None else _brought(message, self._copies)
 
 
 class AcceleratorStreams:
-    """The clock and the streams of a rank on an accelerator: a stream for computation, and one for each direction.
-
-    Each direction has its own stream for copies, because outgoing copies wait for computation, and incoming copies must
-    not wait behind outgoing copies.
-    """
+    """The clock and the streams of a rank on an accelerator: one for computation, and some for the copies to it."""
 
     has_streams = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute = new_stream(device)
-        self._outward = new_stream(device)
-        self._inward = new_stream(device)
+        self._copies = DeviceCopies(device)
         self._idle = new_stream(device)  # no work is ever launched on this stream
         self._caller = current_stream(device)
         self._base = event_on(self._idle, timed=True)
@@ -164,32 +152,25 @@ class AcceleratorStreams:
         return seconds
 
     def pack(self, value: Any) -> DeviceMessage:
-        return DeviceMessage(value, event_on(self._compute), self._outward)
+        return DeviceMessage(value, event_on(self._compute))
 
     def unpack(self, message: DeviceMessage) -> Any:
-        sources = {tensor.device for tensor in _tensors_of(message.value)}
-        if message.ready is not None:
-            for source in sources:
-                self._reader(source, message).wait_event(message.ready)
-        value = _map(message.value, lambda tensor: self._bring(tensor, message))
-        if sources - {self.device}:
-            self._compute.wait_stream(self._inward)
-        return value
+        if message.ready is not None and any(tensor.device == self.device for tensor in _tensors_of(message.value)):
+            self._compute.wait_event(message.ready)
+        return _brought(message, self._copies)
 
-    def _reader(self, source: torch.device, message: DeviceMessage) -> torch.Stream:
-        """Return the stream that reads the message's tensors of a device."""
-        if source == self.device:
-            return self._compute
-        return self._inward if message.stream is None or source.type == "cpu" else message.stream
 
-    def _bring(self, tensor: Tensor, message: DeviceMessage) -> Tensor:
-        if tensor.device == self.device:
+def _brought(message: DeviceMessage, copies: DeviceCopies) -> Any:
+    """Return a message's value with its tensors on the device of the copies. The current stream may use it."""
+    starts: list[Tensor] = []
+
+    def bring(tensor: Tensor) -> Tensor:
+        if tensor.device == copies.device:
             return used_here(tensor)
-        # A copy between devices is launched on the current stream of the source device, and synchronises with the
-        # current stream of the target device.
-        reader = self._reader(tensor.device, message)
-        with on_stream(reader), on_stream(self._inward):
-            moved = tensor.to(self.device, non_blocking=True)
-        if not tensor.is_cpu:
-            tensor.record_stream(reader)
-        return used_here(moved)
+        starts.append(copies.start(tensor, message.ready))
+        return starts[-1]
+
+    value = _map(message.value, bring)
+    if starts:
+        copies.wait()
+    return value

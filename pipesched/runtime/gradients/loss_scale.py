@@ -21,11 +21,17 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
-        self._seen = nn.Parameter(torch.zeros((), device="cpu"))
+        self._observe_on(torch.device("cpu"))
+
+    def _observe_on(self, device: torch.device) -> None:
+        """Put the dummy parameter on a device. The scaler copies its scale there, for which a CPU would not wait."""
+        self._seen = nn.Parameter(torch.zeros((), device=device))
         self._observed = torch.optim.SGD([self._seen], lr=0.0)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the scale as a 0-d tensor on a device."""
+        if self._seen.device != device:
+            self._observe_on(device)
         scale: Tensor = self.scaler.scale(torch.ones((), device=device))
         return scale
 

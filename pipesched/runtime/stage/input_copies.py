@@ -1,4 +1,4 @@
-"""Input copies: bring the tensors of a batch to the device of a stage, while the device computes."""
+"""Input copies: bring the tensors of a batch to the device of a stage."""
 
 from functools import partial
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.devices.memory import host_copy
-from pipesched.devices.streams import current_stream, event_on, is_accelerator, new_stream, on_stream, used_here
+from pipesched.devices.copies import DeviceCopies
+from pipesched.devices.streams import event_on, used_here
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.payload import Payload
 
@@ -15,10 +15,7 @@ __all__ = ["InputCopies"]
 
 
 class InputCopies:
-    """Copies tensors of a batch from the host or from other devices to one device.
-
-    The copies run on streams of their own: one stream for each device from which tensors come, and one for the copies
-    that arrive. A copy from the host waits for no computation.
+    """Copies tensors of a batch from the host or from other devices to one device. Not thread-safe.
 
     Args:
         device: the device to which the tensors are copied.
@@ -27,7 +24,7 @@ class InputCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self._copies = DeviceCopies(device)
 
     def tensor_on_device(self, tensor: Tensor, step_data: StepData) -> Tensor:
         """Return a tensor of the batch on the device. Later work on the current stream may use it.
@@ -47,37 +44,8 @@ class InputCopies:
         return Payload.of(value, partial(self.tensor_on_device, step_data=step_data)).value
 
     def _copied(self, tensor: Tensor, step_data: StepData) -> Tensor:
-        if not is_accelerator(self.device):
-            return self._on_host(tensor, step_data)
-        arrivals = self._stream(self.device)
-        if tensor.is_cpu:
-            with on_stream(arrivals):
-                copy = tensor.to(self.device, non_blocking=True)
-                if tensor.is_pinned():
-                    step_data.copies[self] = event_on(arrivals)
-        else:
-            departures = self._after_caller(tensor, step_data)
-            with on_stream(departures), on_stream(arrivals):
-                copy = tensor.to(self.device, non_blocking=True)
-            tensor.record_stream(departures)
-        current_stream(self.device).wait_stream(arrivals)
-        return used_here(copy)
-
-    def _on_host(self, tensor: Tensor, step_data: StepData) -> Tensor:
-        departures = self._after_caller(tensor, step_data)
-        with on_stream(departures):
-            copy = host_copy(tensor)
-        event_on(departures).synchronize()  # the host computes with the copy
+        copy = self._copies.start(tensor, step_data.ready.get(tensor.device))
+        if tensor.is_cpu and tensor.is_pinned():
+            step_data.copies[self] = event_on(self._copies.arrivals)
+        self._copies.wait()
         return copy
-
-    def _after_caller(self, tensor: Tensor, step_data: StepData) -> torch.Stream:
-        """Return the stream for copies from the tensor's device, once it waits for what the caller wrote there."""
-        stream = self._stream(tensor.device)
-        ready = step_data.ready.get(tensor.device)
-        stream.wait_event(event_on(current_stream(tensor.device)) if ready is None else ready)
-        return stream
-
-    def _stream(self, device: torch.device) -> torch.Stream:
-        if device not in self._streams:
-            self._streams[device] = new_stream(device)
-        return self._streams[device]
