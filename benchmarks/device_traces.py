@@ -24,7 +24,10 @@ _Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """The times at which a device computes, copies and fills memory, in microseconds. Intervals are disjoint."""
+    """The times at which a device computes, copies and fills memory, in microseconds. Intervals are disjoint.
+
+    There is at least one kernel.
+    """
 
     kernels: Sequence[_Interval]
     copies: Sequence[_Interval]
@@ -34,8 +37,6 @@ class DeviceTrace:
     def idle_share(self) -> float:
         """The share of the time from the first to the last event in which no kernel runs."""
         events = _joined([*self.kernels, *self.copies, *self.others])
-        if not events:
-            return 1.0
         return 1 - _length(self.kernels) / max(events[-1][1] - events[0][0], 1e-9)
 
     @property
@@ -51,7 +52,7 @@ class DeviceTrace:
 
 
 def traced(step: Callable[[], Any], device: torch.device) -> DeviceTrace | None:
-    """Run a step under torch.profiler, and return what the device did; None if the profiler cannot see the device."""
+    """Run a step under torch.profiler, and return what the device did; None if the profiler sees no kernel."""
     kinds = supported_activities() - {ProfilerActivity.CPU}
     if not (kinds and is_accelerator(device)):
         return None
@@ -63,7 +64,8 @@ def traced(step: Callable[[], Any], device: torch.device) -> DeviceTrace | None:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    return trace_of(events, device)
+    found = trace_of(events, device)
+    return found if found.kernels else None
 
 
 def trace_of(events: Iterable[dict[str, Any]], device: torch.device) -> DeviceTrace:

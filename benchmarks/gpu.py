@@ -30,7 +30,7 @@ import torch
 from block_models import Shape, accumulate, gradient_error, gradients_of, pipeline
 from device_traces import traced
 from measure import machine, paired, ratio
-from on_device import Budget, Figures, add_options, all_devices, begun, in_turn, settle, timed_s
+from on_device import Budget, Figures, add_options, all_devices, backend_of, begun, in_turn, settle, timed_s
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -197,8 +197,7 @@ def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, args: a
     device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
-    backend = distributed.get_default_backend_for_device(device)
-    distributed.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
+    distributed.init_process_group(backend_of(device) or "gloo", init_method=store, rank=rank, world_size=ranks)
     mesh = init_device_mesh(kind, (ranks,))
     x, y = shape.batch(device)
 

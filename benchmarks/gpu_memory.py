@@ -11,6 +11,7 @@ are compared with those of the mode "never".
 """
 
 import argparse
+import gc
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -53,6 +54,7 @@ def checkpoint(shape: Shape, mode: str) -> str | Mapping[str, str]:
 def measured(shape: Shape, name: str, mode: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one case, and the gradients of a step under "gradients"."""
     x, y = shape.batch(device)
+    gc.collect()  # what earlier cases left does not count
     before = allocated_bytes(device) if is_accelerator(device) else 0
     setting = checkpoint(shape, mode)
     with pipeline(shape, shape.model(device), name, x, RANKS, devices=[device] * RANKS, checkpoint=setting) as pipe:
@@ -63,6 +65,7 @@ def measured(shape: Shape, name: str, mode: str, device: torch.device, args: arg
 
         ranks = pipe.predicted_memory
         predicted = sum(rank.total_bytes for rank in ranks)
+        gc.collect()  # nor does what the measurement of the layers left
         with MemoryMeter(pipe) as meter:
             for _ in range(3):
                 pipe.model.zero_grad()

@@ -4,7 +4,8 @@
 
 Each attempt starts new processes, which train a small model for three steps under 1f1b and zb-h1:
 
-- one rank, over the library of messages that torch uses for this type of device (NCCL for CUDA devices);
+- one rank, over the library of messages that torch uses for this type of device (NCCL for CUDA devices, gloo if torch
+  knows none);
 - two ranks on one device, over this library, and with a gloo group; NCCL refuses two ranks on one device, and the
   error must arrive in time and name the cause;
 - two ranks on two devices, if the machine has two.
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from block_models import Shape, pipeline
 from measure import machine
-from on_device import Figures, add_options, all_devices, begun
+from on_device import Figures, add_options, all_devices, backend_of, begun
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -52,7 +53,7 @@ class Attempt:
 
 def attempts(device: torch.device) -> Iterator[Attempt]:
     """Yield the attempts for which the machine has enough devices."""
-    own = distributed.get_default_backend_for_device(device)
+    own = backend_of(device) or "gloo"
     devices = all_devices(device)
     yield Attempt(f"one rank, {own}", own, (device,), must_train=True)
     for backend in dict.fromkeys((own, "gloo")):
@@ -131,7 +132,7 @@ def main() -> None:
     add_options(parser)
     args = parser.parse_args()
     device = begun(args.device)
-    print(machine())
+    print(f"{machine()}; torch's library of messages for {device.type}: {backend_of(device) or 'none'}")
     failed = False
     for found in attempts(device):
         one = replace(found, schedules=found.schedules[:1]) if args.tiny else found

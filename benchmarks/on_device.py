@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from measure import Ratio, ratio
+from torch import distributed
 
 from pipesched.devices.selection import as_device
 from pipesched.devices.streams import is_accelerator, synchronize
@@ -21,6 +22,7 @@ __all__ = [
     "add_device_options",
     "add_options",
     "all_devices",
+    "backend_of",
     "begun",
     "in_turn",
     "settle",
@@ -109,6 +111,14 @@ def all_devices(device: torch.device) -> list[torch.device]:
     if not is_accelerator(device):
         return [device]
     return [torch.device(device.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def backend_of(device: torch.device) -> str | None:
+    """Return the name of torch's default library of messages for a device, such as nccl; None if there is none."""
+    try:
+        return distributed.get_default_backend_for_device(device)
+    except ValueError:
+        return None
 
 
 def settle(devices: Iterable[torch.device]) -> None:
