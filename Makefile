@@ -87,7 +87,7 @@ bench: $(VENV)/bench ## Run all benchmarks.
 	done
 
 gpu: ## Run tests and benchmarks on this machine's GPUs, write runs/gpu/report.md; ARGS="--parts 2 3" runs some.
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_report.py $(ARGS)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
 release: $(VENV)/release ## Build sdist and wheel, check them, install the wheel in an empty environment, and train there.
 	rm -rf dist build/lib build/bdist.* runs/installed

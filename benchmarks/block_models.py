@@ -37,11 +37,11 @@ class Shape(NamedTuple):
             )
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return random inputs and targets on a device."""
-        made = torch.Generator().manual_seed(1)
-        rows = self.rows * self.microbatches
-        x, y = (torch.randn(rows, self.tokens, self.width, generator=made).to(_DTYPES[self.dtype]) for _ in range(2))
-        return x.to(device), y.to(device)
+        """Return random inputs and targets on a device, the same in each call."""
+        made = torch.Generator(device).manual_seed(1)
+        shape, own = (self.rows * self.microbatches, self.tokens, self.width), _DTYPES[self.dtype]
+        x, y = (torch.randn(shape, generator=made, device=device, dtype=own) for _ in range(2))
+        return x, y
 
     def cut(self, stages: int) -> list[int]:
         """Return the indices of the layers at which equal stages begin, without layer 0."""

@@ -1,6 +1,6 @@
 """GPU memory: predicted beside allocated memory, the time of checkpoint modes, and copies of offloaded activations.
 
-    python benchmarks/gpu_memory.py [--device cuda] [--steps 9] [--tiny]
+    python benchmarks/gpu_memory.py [--device cuda] [--steps 9] [--seconds 180] [--tiny]
 
 Two ranks share the device. "predicted / allocated" compares pipe.predicted_memory, summed over the ranks, with the most
 that the allocator has given out during a step, the batch included (on CPUs pipesched.testing.MemoryMeter counts).
@@ -20,7 +20,7 @@ import torch
 from block_models import Shape, gradient_error, gradients_of, pipeline
 from device_traces import traced
 from measure import machine
-from on_device import Figures, add_options, begun, settle, timed_s
+from on_device import Budget, Figures, add_options, begun, settle, timed_s
 from torch import Tensor
 
 from pipesched.devices.memory import allocated_bytes
@@ -89,13 +89,16 @@ def measured(shape: Shape, name: str, mode: str, device: torch.device, args: arg
     }
 
 
-def show(shape: Shape, device: torch.device, args: argparse.Namespace) -> None:
+def show(shape: Shape, device: torch.device, budget: Budget, args: argparse.Namespace) -> None:
     """Print the cases of one shape."""
     print(f"\ntwo ranks on {device}: {shape}")
     columns = "".join(f"{name:>11}" for name in ("ms", "pred. MiB", "alloc. MiB", "pred./al.", "copies ms", "hidden"))
     print(f"{'schedule':<18}{'mode':<16}{columns}  error", flush=True)
     due: dict[str, Tensor] = {}
     for name, mode in CASES:
+        if budget.share_s() <= 0:
+            print(f"{name:<18}{mode:<16}  not run: the time is used up", flush=True)
+            continue
         try:
             row = measured(shape, name, mode, device, args)
         except torch.OutOfMemoryError as error:
@@ -115,12 +118,14 @@ def main() -> None:
     """Print the cases of each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=9, help="timed steps of a case (default: 9)")
-    add_options(parser)
+    add_options(parser, seconds=180)
     args = parser.parse_args()
     device = begun(args.device)
     print(machine())
-    for shape in SMALL if args.tiny else SHAPES:
-        show(shape, device, args)
+    shapes = SMALL if args.tiny else SHAPES
+    budget = Budget(args.seconds, len(shapes) * len(CASES))
+    for shape in shapes:
+        show(shape, device, budget, args)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/gpu_training.py [--device cuda] [--steps 50] [--schedule 1f1b] [--plain-model] [--tiny]
 
 The model is GPT2LMHeadModel of transformers, made from a configuration with random weights, or a GPT of the same size
-written with torch if transformers is not installed or --plain-model is given. It has no dropout, is trained by AdamW
+written with torch if transformers cannot be imported or --plain-model is given. It has no dropout, is trained by AdamW
 under autocast to bfloat16, and learns the source code of Python's standard library, one byte a token. Both runs start
 with the same weights and get the same batches.
 
@@ -16,7 +16,7 @@ import argparse
 import gc
 import sysconfig
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -72,6 +72,14 @@ def plain_gpt(size: Size) -> nn.Module:
     options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
     blocks = [CausalBlock(size.width, heads, 4 * size.width, **options) for _ in range(size.layers)]
     return nn.Sequential(Tokens(size), *blocks, nn.LayerNorm(size.width), nn.Linear(size.width, size.words))
+
+
+def has_transformers() -> bool:
+    """Return whether transformers can be imported, with this version of torch, too."""
+    try:
+        return hasattr(import_module("transformers"), "GPT2LMHeadModel")
+    except (ImportError, RuntimeError):
+        return False
 
 
 def hugging_face_gpt(size: Size) -> nn.Module:
@@ -195,7 +203,7 @@ def main() -> None:
     args = parser.parse_args()
     device = begun(args.device)
     size, steps = (SMALL, 3) if args.tiny else (FULL, args.steps)
-    is_own = not args.plain_model and find_spec("transformers") is not None
+    is_own = not args.plain_model and has_transformers()
 
     def make() -> nn.Module:
         torch.manual_seed(0)

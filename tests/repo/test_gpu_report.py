@@ -140,10 +140,6 @@ def test_shares_of_a_trace_equal_a_count_by_the_microsecond(
     assert math.isclose(found.hidden_share, len(computing & copying) / len(copying), abs_tol=1e-12)
 
 
-def test_a_trace_without_events_is_idle() -> None:
-    assert trace_of([], torch.device("cuda:0")).idle_share == 1
-
-
 @pytest.mark.parametrize(("pairs", "seconds", "count"), [(7, math.inf, 7), (7, 0.0, 3), (2, math.inf, 2)])
 def test_pairs_run_in_turn_until_the_time_is_used_up(pairs: int, seconds: float, count: int) -> None:
     calls: list[str] = []
