@@ -5,6 +5,7 @@ fix the boundaries, because a cut by measured times would differ.
 """
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -213,9 +214,34 @@ def batch_in_pinned_memory_that_is_refilled(devices: Devices) -> Any:
     return trained(devices, optimizer=sgd, x_on=refilled)
 
 
-@feature
-def asynchronous_batch_on_the_first_device(devices: Devices) -> Any:
-    return trained(devices, "pipedream", optimizer=sgd, x_on=lambda tensor: tensor.to(devices.at(0)) + 0)
+def asynchronous(ranks: int, num_microbatches: int, lag: int, devices: Devices) -> Any:
+    """The caller makes a batch when the ranks have launched the last backward of an earlier batch."""
+    model = blocks()
+    num_steps = 6
+    launched = [threading.Event() for _ in range(num_steps)]
+    calls = iter(range(num_steps * num_microbatches))
+
+    def count(*_: Any) -> None:
+        step, microbatch = divmod(next(calls), num_microbatches)
+        if microbatch == num_microbatches - 1:
+            launched[step].set()
+
+    model[0].register_full_backward_hook(count)
+    options = {"optimizer": sgd, "num_microbatches": num_microbatches}
+    with pipeline(model, devices.ranks(ranks), "pipedream", **options) as pipe:
+        losses = []
+        for step in range(num_steps):
+            if step >= lag:
+                assert launched[step - lag].wait(60)
+            x, y = (tensor.to(devices.at(0)) + 0 for tensor in batch(step))
+            losses.append(pipe.step(x, target=y))
+            del x, y
+        pipe.flush()
+        return [*map(float, losses), *state(model)]
+
+
+FEATURES["asynchronous batch on the first device"] = partial(asynchronous, 2, 8, 2)
+FEATURES["asynchronous steps that are shorter than the pipeline"] = partial(asynchronous, 4, 2, 3)
 
 
 @feature
@@ -300,7 +326,7 @@ class HostSums(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.linear(x)
-        return y, y.detach().sum(0).to("cpu", non_blocking=True)
+        return y.detach().sum(0).to("cpu", non_blocking=True), y
 
 
 class AddsSums(nn.Module):
@@ -333,11 +359,14 @@ def added_losses_and_metrics(devices: Devices) -> Any:
     def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(-1) == target).float().mean(), "norm": output.norm()}
 
-    with devices.own_stream(), devices.own_stream(1), pipeline(model, devices.ranks(), optimizer=sgd) as pipe:
-        found = []
-        for step in range(3):
-            found.append(pipe.step(batch(step)[0], target=batch(step)[1], metrics=metrics))
-            found += pipe.metrics.values()
+    found = []
+    with devices.own_stream(), devices.own_stream(1):
+        for schedule in ("1f1b", "pipedream"):
+            with pipeline(model, devices.ranks(), schedule, optimizer=sgd) as pipe:
+                for step in range(3):
+                    found.append(pipe.step(batch(step)[0], target=batch(step)[1], metrics=metrics))
+                    found += pipe.metrics.values()
+                pipe.flush()
         return [*map(float, found), *state(model)]
 
 
@@ -643,25 +672,6 @@ def a_failed_step_that_offloads(devices: Devices) -> Any:
             except ValueError:
                 losses.append(0.0)
         return [*losses, *state(model)]
-
-
-@feature
-def weights_dropped_while_they_are_saved(devices: Devices) -> Any:
-    """The weights were allocated on the default stream, the run is saved on another one."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = blocks()
-        pipe = pipeline(model, devices.ranks(), optimizer=sgd)
-        with devices.own_stream(), devices.own_stream(1):
-            pipe.step(batch()[0], target=batch()[1])
-            saving = pipe.save(folder, asynchronous=True)
-            shapes = [parameter.shape for parameter in model.parameters()]
-            before = state(model)
-            pipe.close()
-        del model, pipe
-        again = [torch.zeros(shape, device=devices.at(rank)) for shape in shapes for rank in range(2)]
-        if hasattr(saving, "result"):
-            saving.result()
-        return [*before, len(again)]
 
 
 @feature

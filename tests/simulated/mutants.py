@@ -178,7 +178,7 @@ MUTANTS = [
         "pipesched/runtime/stage/weight_stash.py",
         "parameters[key].data = used_here(parameters[key].data).clone()",
         "parameters[key].data = parameters[key].data.clone()",
-        ("schedule pipedream", "asynchronous batch on the first device"),
+        ("asynchronous steps that are shorter than the pipeline",),
     ),
     Mutant(
         _OFFLOADING,
@@ -194,8 +194,8 @@ MUTANTS = [
     ),
     Mutant(
         _OFFLOADING,
-        "                    piece.ready.synchronize()\n",
-        "                    pass\n",
+        "                piece.ready.synchronize()\n",
+        "                pass\n",
         ("a failed step that offloads",),
     ),
     Mutant(_BUFFERS, "        side.wait_stream(current)\n", "", ("saved while training",)),
@@ -206,7 +206,6 @@ MUTANTS = [
         "            self._events.pop()\n",
         ("saved while training",),
     ),
-    Mutant(_BUFFERS, "                tensor.record_stream(side)\n", "", ("weights dropped while they are saved",)),
     Mutant(
         "pipesched/runtime/gradients/nonfinite_reaction.py",
         "            self.arrived.synchronize()\n",
