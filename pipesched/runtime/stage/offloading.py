@@ -9,7 +9,7 @@ parameters, buffers, outputs of the stage, and tensors that other layers save.
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from statistics import median
@@ -133,15 +133,13 @@ class Offloads:
 
     Args:
         device: the device of the stage.
-        streams: the streams for copies to the host and back. Default: two new streams; none on a CPU.
 
     """
 
-    def __init__(self, device: torch.device, streams: Sequence[torch.Stream] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = streams
-        if is_accelerator(device):
-            self._streams = streams or (new_stream(device), new_stream(device))
+        #: The streams for copies to the host and back; None on a CPU.
+        self._streams = (new_stream(device), new_stream(device)) if is_accelerator(device) else None
         self._held: dict[int, list[weakref.ref[_SavedTensor]]] = {}
         self._pieces: dict[int, list[_SharedStorage]] = {}
         self._going = False
