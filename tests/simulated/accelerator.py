@@ -20,7 +20,7 @@ __all__ = ["Accelerator", "start"]
 _HERE = Path(__file__).parent
 _NOT_SHOWN = (
     str(Path(torch.__file__).parent),
-    *(str(_HERE / f"{name}.py") for name in ("accelerator", "device_module", "handoffs", "recurrent")),
+    *(str(_HERE / f"{name}.py") for name in ("accelerator", "collectives", "device_module", "handoffs", "recurrent")),
     threading.__file__,
     queue.__file__,
     str(Path(threading.__file__).parent / "contextlib.py"),
