@@ -121,6 +121,15 @@ def layers_offloaded(group: Any, kind: str) -> list[Any]:
 
 
 @feature(2)
+def pipedream(group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind, "pipedream", optimizer=sgd)
+    with run.pipe:
+        losses = [run.step(step) for step in range(3)]
+        run.pipe.flush()
+        return [*map(float, losses), *run.state()]
+
+
+@feature(2)
 def optimizer_and_clipping_of_the_caller(group: Any, kind: str) -> list[Any]:
     """On a stream of the caller."""
     run = Run(group, kind)
