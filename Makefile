@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-fast matrix smoke check gallery bench release clean environment torch-version
+.PHONY: help demo test test-all test-fast matrix smoke check gallery bench gpu release clean environment torch-version
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,9 @@ bench: $(VENV)/bench ## Run all benchmarks.
 	@set -e; for file in $$(grep -l __main__ benchmarks/*.py); do \
 		echo "== $$file"; $(BIN)/python "$$file" $(ARGS); \
 	done
+
+gpu: ## Run tests and benchmarks on this machine's GPUs, write runs/gpu/report.md; ARGS="--parts 2 3" runs some.
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
 release: $(VENV)/release ## Build sdist and wheel, check them, install the wheel in an empty environment, and train there.
 	rm -rf dist build/lib build/bdist.* runs/installed

@@ -1,36 +1,45 @@
-"""GPU: measures steps and memory on CUDA devices, and compares steps with torch.distributed.pipelining over NCCL.
+"""GPU: measures steps of stages on one accelerator or several, beside a plain loop and torch.distributed.pipelining.
 
-    python benchmarks/gpu.py [--pairs 25] [--blocks 16] [--width 1024] [--tokens 512] [--rows 32] [--bfloat16]
+    python benchmarks/gpu.py [--only steps host devices ranks] [--device cuda] [--pairs 25] [--seconds 500] [--tiny]
 
-The script runs every measurement for which the machine has enough devices.
-
-- One device: all stages share the device, and each rank has its own streams. The script compares a step with plain
-  gradient accumulation over the same micro-batches. Then it prints for each checkpoint mode the time of a step, and the
-  measured and the predicted memory in addition to weights and gradients.
-- Two or four devices: the same comparison with one stage on each device, in one process. Then the script starts one
-  process for each rank. In these processes, pipesched and torch's own schedules over NCCL take turns (A B A B ...).
+steps     One device: all ranks share it, and each rank has streams of its own. The script compares a step with plain
+          gradient accumulation over the same micro-batches, for transformer blocks of two widths in bfloat16 and
+          float32, with 8 and 16 micro-batches, on 1, 2 and 4 ranks under four schedules. "host" is the time until
+          step() returns; "idle" is the share of a step in which no kernel runs, according to torch.profiler, of ours
+          and of the loop; "bubble" comes from the trace of pipesched, in which ranks on one device wait for each other.
+host      One rank, Linear(8, 8) as stages, and 64 micro-batches: the microseconds per forward or backward, for which
+          the host's work decides.
+devices   With two devices or more: like steps, with one stage on each of two or four devices, in one process.
+ranks     With two devices or more: one process for each rank. pipesched and torch's own schedules over NCCL (on CPUs
+          over gloo) take turns.
 
 The script prints the median of the paired ratios with a 95 % bootstrap interval. Before any timing, it compares the
-gradients.
-Without a CUDA device it prints only a message.
+gradients: "error" is the largest relative error of a parameter's gradient, and 0 stands for equal bits. The time for
+steps is divided between the cases. A case that the time does not reach is printed as not run.
 """
 
 import argparse
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import product
+from statistics import median
+from typing import Any
 
 import torch
-from measure import Ratio, machine, paired, ratio
+from block_models import Shape, accumulate, gradient_error, gradients_of, pipeline
+from device_traces import traced
+from measure import machine, paired, ratio
+from on_device import Budget, Figures, add_options, all_devices, backend_of, begun, in_turn, settle, timed_s
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
 
-from pipesched import Pipeline
 from pipesched import schedules as ours
+from pipesched.devices.streams import is_accelerator
 
-MICROBATCHES = 8
+NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
 RIVALS = {  # our schedule -> (torch's class, stages on each rank, whether the stages are placed in a V)
     "gpipe": (schedules.ScheduleGPipe, 1, False),
     "1f1b": (schedules.Schedule1F1B, 1, False),
@@ -38,142 +47,135 @@ RIVALS = {  # our schedule -> (torch's class, stages on each rank, whether the s
     "interleaved-zb": (schedules.ScheduleInterleavedZeroBubble, 2, False),
     "zb-v": (schedules.ScheduleZBVZeroBubble, 2, True),
 }
+#: Rows of a micro-batch by dtype, so that a device is busy in both and float32 does not take too long.
+ROWS = {"bfloat16": 4, "float32": 1}
+SMALL = Shape(8, 32, 4, 1, 8)
 
 
-class Shape(NamedTuple):
-    """The size of the model and of the batch."""
-
-    blocks: int
-    width: int
-    tokens: int
-    rows: int
-    dtype: torch.dtype
-
-    def model(self) -> nn.Sequential:
-        torch.manual_seed(0)
-        heads = max(1, self.width // 64)
-        options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu", "dtype": self.dtype}
-        layers = (nn.TransformerEncoderLayer(self.width, heads, 4 * self.width, **options) for _ in range(self.blocks))
-        return nn.Sequential(*layers)
-
-    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        made = torch.Generator().manual_seed(1)
-        x, y = (torch.randn(self.rows, self.tokens, self.width, generator=made).to(self.dtype) for _ in range(2))
-        return x.to(device), y.to(device)
+def shapes(tiny: bool) -> list[Shape]:
+    """Return the sizes to measure, the most important first."""
+    if tiny:
+        return [SMALL]
+    kinds = product((8, 16), ROWS, (1024, 2048))
+    return [Shape(16, width, 1024, ROWS[dtype], count, dtype) for count, dtype, width in kinds]
 
 
-def settle(devices: list[torch.device]) -> None:
-    """Wait until the devices have finished all queued work."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+# ---- one process ---------------------------------------------------------------------------------------------------
 
 
-def timed(step: Callable[[], Any], devices: list[torch.device]) -> float:
-    """Run a step and return the seconds until the devices have finished."""
-    settle(devices)
-    start_s = time.perf_counter()
-    step()
-    settle(devices)
-    return time.perf_counter() - start_s
+def in_process(cases: Sequence[tuple[Shape, list[torch.device], str]], args: argparse.Namespace) -> None:
+    """Compare a pipeline with plain gradient accumulation on the first device; print a row for each case."""
+    columns = f"{'ours / loop':>24}{'ours ms':>10}{'loop ms':>10}{'host ms':>10}{'idle':>8}{'of loop':>8}{'bubble':>8}"
+    print(f"{'width':>6} {'dtype':<10}{'m':>3} {'ranks':>5} {'schedule':<18}{columns}  error", flush=True)
+    budget, figures = Budget(args.seconds, len(cases)), Figures(args.figures)
+    for shape, devices, name in cases:
+        head = f"{shape.width:>6} {shape.dtype:<10}{shape.microbatches:>3} {len(devices):>5} {name:<18}"
+        share_s = budget.share_s()
+        if share_s <= 0:
+            print(f"{head}  not run: the time is used up", flush=True)
+            continue
+        try:
+            row = compared(shape, devices, name, args.pairs, share_s)
+        except torch.OutOfMemoryError as error:
+            print(f"{head}  out of memory: {str(error).splitlines()[0]}", flush=True)
+            continue
+        interval = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        times = "".join(f"{row[column]:>10.1f}" for column in ("ours_ms", "loop_ms", "host_ms"))
+        shares = "".join(
+            f"{'-':>8}" if row[column] is None else f"{row[column]:>8.1%}" for column in ("idle", "loop_idle", "bubble")
+        )
+        print(f"{head}{interval:>24}{times}{shares}  {row['error']:.1e}", flush=True)
+        distinct = {str(device) for device in devices}
+        figures.add("step", **shape._asdict(), schedule=name, ranks=len(devices), devices=len(distinct), **row)
 
 
-def cut(shape: Shape, stages: int) -> list[int]:
-    """Return the indices of the layers at which equal stages begin, without layer 0."""
-    return [shape.blocks * stage // stages for stage in range(1, stages)]
-
-
-def pipeline(shape: Shape, model: nn.Sequential, name: str, x: Tensor, ranks: int, **others: Any) -> Pipeline:
-    """Return a pipesched pipeline, with equal stages unless ``others`` contains other boundaries."""
-    choices = {"boundaries": cut(shape, ranks * ours.get(name).chunks_per_rank), **others}
-    return Pipeline(
-        model,
-        x[: shape.rows // MICROBATCHES],
-        loss_fn=functional.mse_loss,
-        schedule=name,
-        num_microbatches=MICROBATCHES,
-        **choices,
-    )
-
-
-def accumulate(model: nn.Sequential, x: Tensor, y: Tensor) -> None:
-    """Run forward and backward of each micro-batch in a loop, so that gradients accumulate."""
-    for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-        (functional.mse_loss(model(part), target) / MICROBATCHES).backward()
-
-
-def alike(pipe: Pipeline, theirs: nn.Sequential) -> bool:
-    """Return whether the gradients of a pipeline and of another model agree within rounding."""
-    due = dict(theirs.named_parameters())
-    return all(
-        torch.allclose(p.grad, due[name].grad.to(p.device), rtol=0.02, atol=1e-4) for name, p in pipe.named_parameters()
-    )
-
-
-def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
-    """Compare a pipeline over the devices with plain gradient accumulation on the first device; print a table."""
-    print(f"\nstages in one process on {', '.join(map(str, devices))}, compared with a plain loop on {devices[0]}")
-    print(f"{'schedule':<20}{'ours / loop':>24}{'ours ms':>10}{'loop ms':>10}  equal")
+def compared(shape: Shape, devices: list[torch.device], name: str, pairs: int, seconds: float) -> dict[str, Any]:
+    """Return the figures of a case."""
     x, y = shape.batch(devices[0])
-    for name in ("gpipe", "1f1b", "zb-h1", "zb-v"):
-        plain, model = shape.model().to(devices[0]), shape.model()
-        with pipeline(shape, model, name, x, len(devices), devices=devices) as pipe:
-            accumulate(plain, x, y)
+    plain, model = models(shape._replace(microbatches=1), devices[0])
+    with pipeline(shape, model, name, x, len(devices), devices=devices) as pipe:
+
+        def step() -> None:
             pipe.step(x, target=y)
-            settle(devices)
-            agree = alike(pipe, plain)
-            runs = paired(
-                lambda pipe=pipe: timed(lambda: pipe.step(x, target=y), devices),
-                lambda plain=plain: timed(lambda: accumulate(plain, x, y), devices),
-                pairs,
-            )
-            show(name, ratio(*runs), agree)
 
-
-def show(name: str, found: Ratio, agree: bool) -> None:
-    """Print a row with the ratio and both medians."""
-    print(f"{name:<20}{found!s:>24}{found.first * 1e3:>10.1f}{found.second * 1e3:>10.1f}  {agree}", flush=True)
-
-
-def memory(shape: Shape, device: torch.device) -> None:
-    """For each checkpoint mode, print a step's time, and its measured and predicted memory beyond weights and grads."""
-    print(f"\n1f1b, two ranks on {device}: memory of a step in addition to weights and gradients")
-    print(f"{'checkpoint':<14}{'ms':>10}{'allocated MiB':>16}{'predicted MiB':>16}{'ratio':>8}")
-    x, y = shape.batch(device)
-    for mode in ("never", "except_last", "always"):
-        places = {"devices": [device] * 2, "boundaries": None}  # the prediction needs the sizes that this measures
-        with pipeline(shape, shape.model(), "1f1b", x, 2, checkpoint=mode, **places) as pipe:
-            for _ in range(3):
-                seconds = timed(lambda pipe=pipe: pipe.step(x, target=y), [device])
-            predicted = sum(pipe.predicted.peak_bytes) / 2**20
-            allocated = peak_of(lambda pipe=pipe: pipe.step(x, target=y), device) / 2**20
-            print(f"{mode:<14}{seconds * 1e3:>10.1f}{allocated:>16.1f}{predicted:>16.1f}{allocated / predicted:>8.3f}")
-
-
-def peak_of(step: Callable[[], Any], device: torch.device) -> int:
-    """Return the most bytes that a step allocates at once on a GPU; 0 on a CPU, which does not report them."""
-    if device.type == "cpu":
+        loop = partial(accumulate, shape, plain, x, y)
+        plain.zero_grad()
+        model.zero_grad()
+        loop()
         step()
-        return 0
-    settle([device])
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+        settle(devices)
+        error = gradient_error(gradients_of(pipe), gradients_of(plain))
+        found = in_turn(partial(timed_s, step, devices), partial(timed_s, loop, devices), pairs, seconds).compared
+        host_s = median(returned_s(step, devices) for _ in range(3))
+        trace = pipe.trace
+        idle = [traced(run, devices[0]) for run in (step, loop)]
+    return {
+        **figures_of(found),
+        "host_ms": host_s * 1e3,
+        "idle": idle[0] and idle[0].idle_share,
+        "loop_idle": idle[1] and idle[1].idle_share,
+        "bubble": None if trace is None else float(trace.bubble_ratio),
+        "error": error,
+    }
+
+
+@lru_cache(maxsize=1)
+def models(shape: Shape, device: torch.device) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return two models with equal weights. Cases of one shape follow each other, and share them."""
+    return shape.model(device), shape.model(device)
+
+
+def returned_s(step: Callable[[], Any], devices: list[torch.device]) -> float:
+    """Run a step on idle devices; return the seconds until it returns, which is before the devices have finished."""
+    settle(devices)
+    begin_s = time.perf_counter()
     step()
-    settle([device])
-    return torch.cuda.max_memory_allocated(device) - before
+    return time.perf_counter() - begin_s
 
 
-# ---- one process for each rank ----
+def figures_of(found: Any, rival: str = "loop") -> dict[str, float]:
+    """Return a ratio and both medians as figures."""
+    interval = {"ratio": found.value, "low": found.low, "high": found.high}
+    return interval | {"ours_ms": found.first * 1e3, f"{rival}_ms": found.second * 1e3}
+
+
+def host(device: torch.device, args: argparse.Namespace) -> None:
+    """Print the microseconds of a forward or a backward of tiny layers, in pipesched and in a loop."""
+    print(f"\none rank on {device}, Linear(8, 8) in each stage, 64 micro-batches: us per forward or backward")
+    print(f"{'schedule':<18}{'ours':>10}{'loop':>10}{'more':>10}", flush=True)
+    figures = Figures(args.figures)
+    for name in NAMES:
+        chunks = ours.get(name).chunks_per_rank
+        shape = Shape(chunks, 8, 1, 1, 64)
+        plain, model = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(chunks))) for _ in range(2))
+        plain.to(device)
+        x, y = (torch.randn(64, 8, device=device) for _ in range(2))
+        with pipeline(shape, model, name, x, 1, devices=[device]) as pipe:
+            runs = paired(
+                lambda pipe=pipe, x=x, y=y: timed_s(lambda: pipe.step(x, target=y), [device]),
+                lambda plain=plain, shape=shape, x=x, y=y: timed_s(lambda: accumulate(shape, plain, x, y), [device]),
+                args.pairs,
+            )
+            actions = sum(str(action.kind) in "FBIW" for order in pipe.plan.program.orders for action in order)
+        found = ratio(*runs)
+        per_action = [seconds / actions * 1e6 for seconds in (found.first, found.second)]
+        print(
+            f"{name:<18}{per_action[0]:>10.1f}{per_action[1]:>10.1f}{per_action[0] - per_action[1]:>10.1f}", flush=True
+        )
+        figures.add("host", schedule=name, ours_us=per_action[0], loop_us=per_action[1])
+
+
+# ---- one process for each rank --------------------------------------------------------------------------------------
 
 
 def rival_step(shape: Shape, name: str, model: nn.Sequential, rank: int, ranks: int, device: torch.device) -> Any:
     """Return a function that runs one step of torch's schedule on this rank."""
     made, chunks, in_a_v = RIVALS[name]
     count = ranks * chunks
-    ends = [0, *cut(shape, count), shape.blocks]
+    ends = [0, *shape.cut(count), shape.blocks]
     own = [rank, count - 1 - rank] if in_a_v else [rank + ranks * chunk for chunk in range(chunks)]
-    stages = [PipelineStage(model[ends[s] : ends[s + 1]].to(device), s, count, device) for s in own]
-    schedule = made(stages[0] if chunks == 1 else stages, MICROBATCHES, loss_fn=functional.mse_loss)
+    stages = [PipelineStage(model[ends[s] : ends[s + 1]], s, count, device) for s in own]
+    schedule = made(stages[0] if chunks == 1 else stages, shape.microbatches, loss_fn=functional.mse_loss)
     last = rank == (0 if in_a_v else ranks - 1)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -189,76 +191,89 @@ def slowest(value: float, device: torch.device) -> float:
     return float(found)
 
 
-def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: int) -> None:
+def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, args: argparse.Namespace) -> None:
     """Compare both pipelines on one rank of a process group; rank 0 prints."""
     torch.set_num_threads(1)
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=store, rank=rank, world_size=ranks)
+    device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    distributed.init_process_group(backend_of(device) or "gloo", init_method=store, rank=rank, world_size=ranks)
     mesh = init_device_mesh(kind, (ranks,))
     x, y = shape.batch(device)
 
     def seconds(step: Callable[[], Any]) -> float:
         slowest(0.0, device)
-        return slowest(timed(step, [device]), device)
+        return slowest(timed_s(step, [device]), device)
 
     for name in RIVALS:
-        theirs = shape.model()
+        theirs = shape.model(device)
         rival = rival_step(shape, name, theirs, rank, ranks, device)
-        with pipeline(shape, shape.model(), name, x, ranks, mesh=mesh) as pipe:
+        with pipeline(shape, shape.model(device), name, x, ranks, mesh=mesh) as pipe:
             rival(x, y)
             pipe.step(x, target=y)
             settle([device])
-            agree = slowest(float(not alike(pipe, theirs)), device) == 0
+            error = slowest(gradient_error(gradients_of(pipe), gradients_of(theirs)), device)
             runs = paired(
                 lambda pipe=pipe: seconds(lambda: pipe.step(x, target=y)),
                 lambda rival=rival: seconds(lambda: rival(x, y)),
-                pairs,
+                args.pairs,
             )
             if rank == 0:
-                show(name, ratio(*runs), agree)
+                found = ratio(*runs)
+                times = f"{found.first * 1e3:>10.1f}{found.second * 1e3:>10.1f}"
+                print(f"{name:<18}{found!s:>24}{times}  {error:.1e}", flush=True)
+                row = figures_of(found, "torch")
+                Figures(args.figures).add("ranks", **shape._asdict(), schedule=name, ranks=ranks, error=error, **row)
     distributed.destroy_process_group()
 
 
-def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
+def one_rank_a_process(shape: Shape, kind: str, ranks: int, args: argparse.Namespace) -> None:
     """Start one process for each rank, and compare pipesched with torch.distributed.pipelining in these processes."""
-    print(f"\n{ranks} processes with one rank each, over {'NCCL' if kind == 'cuda' else 'gloo'}, compared with torch")
-    print(f"{'schedule':<20}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  equal", flush=True)
+    print(f"\n{ranks} processes on {kind} with one rank each, compared with torch: {shape}")
+    print(f"{'schedule':<18}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  error", flush=True)
     port = torch.randint(20000, 60000, (), generator=torch.Generator().manual_seed(time.time_ns() % 2**31)).item()
-    multiprocessing.spawn(run_rank, (f"tcp://127.0.0.1:{port}", ranks, kind, shape, pairs), nprocs=ranks)
+    multiprocessing.spawn(run_rank, (f"tcp://127.0.0.1:{port}", ranks, kind, shape, args), nprocs=ranks)
+
+
+# ---- the measurements ----------------------------------------------------------------------------------------------
+
+
+def shared_cases(device: torch.device, tiny: bool) -> Iterator[tuple[Shape, list[torch.device], str]]:
+    """Yield the cases of stages that share a device."""
+    for shape in shapes(tiny):
+        for ranks in (2,) if tiny else (1, 2, 4):
+            for name in NAMES:
+                yield shape, [device] * ranks, name
 
 
 def main() -> None:
     """Run the measurements for which the machine has enough devices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ["steps", "host", "devices", "ranks"]
+    parser.add_argument("--only", nargs="+", default=parts, choices=parts)
     parser.add_argument("--pairs", type=int, default=25)
-    for name, default in (("blocks", 16), ("width", 1024), ("tokens", 512), ("rows", 32)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--bfloat16", action="store_true")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)  # cpu: for trials
+    add_options(parser, seconds=500)
     args = parser.parse_args()
-    shape = Shape(args.blocks, args.width, args.tokens, args.rows, torch.bfloat16 if args.bfloat16 else torch.float32)
-    count = torch.cuda.device_count()
-    if args.device == "cuda" and not count:
-        print(
-            f"no CUDA device: torch {torch.__version__} finds none; with one device, this script measures stages that "
-            f"share it; with two or four devices, it also measures stages on several devices, and ranks over NCCL"
-        )
+    device = begun(args.device)
+    devices = all_devices(device)
+    print(machine())
+    if args.tiny:
+        args.pairs = min(args.pairs, 3)
+    if "steps" in args.only:
+        print(f"\nstages on {device} in one process, compared with a plain loop")
+        in_process(list(shared_cases(device, args.tiny)), args)
+    if "host" in args.only:
+        host(device, args)
+    if is_accelerator(device) and len(devices) == 1:
+        if {"devices", "ranks"} & {*args.only}:
+            print("\nnever run: stages on several devices, and ranks over NCCL; this machine has one device")
         return
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    print(f"{machine()}, {count} CUDA devices; {shape}, {MICROBATCHES} micro-batches")
-    devices = [torch.device(args.device, index) if count else torch.device("cpu") for index in range(max(count, 2))]
-    in_process(shape, devices[:1] * 2, args.pairs)
-    memory(shape, devices[0])
-    if count == 1:
-        print("\nthis machine has one CUDA device; stages on several devices and ranks over NCCL need two or four")
-        return
-    ranks = 4 if count >= 4 else 2
-    if count:
-        in_process(shape, devices[:ranks], args.pairs)
-    one_rank_a_process(shape, args.device, ranks, args.pairs)
+    ranks, shape = (4 if len(devices) >= 4 else 2), shapes(args.tiny)[0]
+    if "devices" in args.only and len(devices) > 1:
+        print(f"\nstages on {ranks} devices in one process, compared with a plain loop on {device}")
+        in_process([(shape, devices[:ranks], name) for name in NAMES], args)
+    if "ranks" in args.only:
+        one_rank_a_process(shape, device.type, ranks, args)
 
 
 if __name__ == "__main__":

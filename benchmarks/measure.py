@@ -170,5 +170,10 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "no GPU"
+    if accelerator is not None:
+        from pipesched.devices.selection import accelerator_name  # not in older checkouts, which scripts may measure
+
+        device = f"{torch.accelerator.device_count()} x {accelerator_name(accelerator)}"
     return f"{names[0]} x {len(names)}, {device}, Python {platform.python_version()}, torch {torch.__version__}"

@@ -1,7 +1,8 @@
 """Memory: compares the predicted with the measured peak memory of each rank: `python benchmarks/memory.py`.
 
 The measured peak is the most memory that a rank holds in the third step, including the batch. On CPUs
-`pipesched.testing.MemoryMeter` measures it; on two GPUs their allocators do.
+`pipesched.testing.MemoryMeter` measures it, without the batch, whose size is added; on two accelerators their
+allocators do.
 """
 
 import os
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from pipesched import Pipeline, schedules
+from pipesched.devices.selection import default_devices
+from pipesched.devices.streams import is_accelerator
 from pipesched.testing import MemoryMeter
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -77,8 +80,10 @@ def measured(make: Any, name: str, where: dict[str, Any], **options: Any) -> Ite
             pipe.step(batch, target=targets)
             pipe.flush()
             model.zero_grad()
+        by_allocator = is_accelerator(next(model.parameters()).device)
         for rank, peak in meter.peak_bytes.items():
-            own, size = predicted[rank], peak + predicted[rank].batch
+            own = predicted[rank]
+            size = peak if by_allocator else peak + own.batch
             said = " ".join(value if isinstance(value, str) else value.func.__name__ for value in options.values())
             figures = f"{own.total_bytes:>12,} {size:>12,} {own.total_bytes / size:>7.3f}"
             yield f"{f'{make.__name__} {name} {said}':<40} {rank:>4} {figures}"
@@ -98,8 +103,7 @@ def over_a_mesh(rank: int, port: int) -> None:
 
 def main() -> None:
     """Measure all cases and print the table."""
-    gpus = torch.cuda.device_count() >= RANKS
-    devices = [f"cuda:{rank}" if gpus else "cpu" for rank in range(RANKS)]
+    devices = default_devices(RANKS)
     print(f"{'in one process, on ' + devices[0].split(':')[0]:<40} rank    predicted     measured   ratio")
     for make, name, options in CASES:
         for row in measured(make, name, {"devices": devices}, **options):

@@ -60,7 +60,7 @@ class Tokens(nn.Module):
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
+        return self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class Residual(nn.Module):

@@ -89,11 +89,14 @@ def ranks() -> dict[str, Any]:
 
     The two devices are the same GPU if there is only one GPU, and the CPU if there is no GPU.
     """
-    gpus = torch.cuda.device_count()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
     if "WORLD_SIZE" in os.environ:
         shape = (int(os.environ["WORLD_SIZE"]),)
-        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape, mesh_dim_names=("pp",))["pp"]}
-    return {"devices": ["cuda:0", f"cuda:{min(1, gpus - 1)}"] if gpus else ["cpu", "cpu"]}
+        return {"mesh": init_device_mesh(kind, shape, mesh_dim_names=("pp",))["pp"]}
+    if accelerator is None:
+        return {"devices": ["cpu", "cpu"]}
+    return {"devices": [f"{kind}:0", f"{kind}:{min(1, torch.accelerator.device_count() - 1)}"]}
 
 
 def is_first() -> bool:

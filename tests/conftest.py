@@ -13,7 +13,6 @@ from hypothesis import settings
 
 from tests.support import places
 from tests.support.case_selection import spread
-from tests.support.fake_cuda import cuda  # noqa: F401
 from tests.support.models import every_product_deferred  # noqa: F401
 from tests.support.quick_measurements import measure_quickly, thorough  # noqa: F401
 from tests.support.rank_processes import Ranks

@@ -15,6 +15,8 @@ from pipesched.tensors.payload import pytree
 
 __all__ = ["loss_costs", "with_loss_bytes", "with_supposed_loss"]
 
+_FACTOR = 0.5  # stands for the factor of a micro-batch's loss
+
 
 def loss_costs(
     loss_fn: Callable[[Any, Any], Any],
@@ -76,4 +78,5 @@ class _OfTarget(nn.Module):
         self._target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), target)
 
     def forward(self, output: Any) -> Any:
-        return self._loss_fn(output, self._target)
+        loss = self._loss_fn(output, self._target)
+        return loss * _FACTOR if isinstance(loss, Tensor) else loss  # as a step does

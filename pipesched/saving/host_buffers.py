@@ -61,7 +61,6 @@ class HostBuffers:
         with on_stream(side):
             for key, tensor in tensors.items():
                 self._buffers[key].copy_(tensor, non_blocking=True)
-                tensor.record_stream(side)
         event = event_on(side)
         current.wait_event(event)
         self._events.append(event)

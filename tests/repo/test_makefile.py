@@ -19,6 +19,7 @@ case "$*" in
     *"-m pip install"*) echo "$PIP_CONFIG_FILE $PIP_CONSTRAINT $PIP_EXTRA_INDEX_URL $*" >> "$PWD/pip.txt";;
     *"import sys, torch"*)
         if [ "${HAS:-$TORCH}" != "${TORCH:-$HAS}" ]; then echo "torch $HAS instead of $TORCH" >&2; exit 1; fi;;
+    *gpu_report*) echo "$PYTHONPATH $*" >> "$PWD/gpu.txt";;
     *"-m venv"*) for last; do true; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python";;
     *"-m pytest"*) echo "== 2 passed, 1 skipped in 0.10s =="; echo "$*" >> "$PWD/pytest.txt"; [ "$TORCH" != "$FAILS" ];;
 esac
@@ -81,6 +82,14 @@ def test_the_matrix_goes_on_after_a_failure_and_sums_up(tree: Path, fails: str, 
     assert len((tree / "pytest.txt").read_text(encoding="utf-8").splitlines()) == 2
     summary = result.stdout.splitlines()[-2 - status :][:2]
     assert summary == [f"torch {version}:  2 passed, 1 skipped in 0.10s " for version in ("1.0", "2.0")]
+
+
+@pytest.mark.parametrize(("before", "path"), [("", "."), ("/own", ".:/own")])
+def test_the_gpu_report_needs_no_environment_of_its_own(tree: Path, before: str, path: str) -> None:
+    result = make(tree, "gpu", "ARGS=--parts 2 3", PYTHONPATH=before)
+    assert not result.returncode, result.stderr
+    assert (tree / "gpu.txt").read_text(encoding="utf-8") == f"{path} benchmarks/gpu_report.py --parts 2 3\n"
+    assert not (tree / ".venv").exists()
 
 
 def test_the_matrix_has_the_pinned_version_and_the_newest() -> None:

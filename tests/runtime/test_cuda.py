@@ -1,9 +1,5 @@
 """One rank a process on CUDA devices, over NCCL; without any, the same jobs on CPUs over stand-ins."""
 
-import runpy
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -23,15 +19,6 @@ def test_the_jobs_run_on_cpus(ranks: Ranks) -> None:
     ranks.run(2, devices.over_links, jobs.round_trips, "cpu", 3)
     ranks.run(2, devices.over_links, jobs.train, "cpu", ["1f1b", "zb-v"], "always")
     ranks.run(1, devices.over_links, jobs.train, "cpu", ["1f1b"], "never")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which it would measure")
-def test_the_benchmark_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    monkeypatch.syspath_prepend(script.parent)
-    monkeypatch.setattr(sys, "argv", [script.name])
-    runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().out.startswith("no CUDA device: ")
 
 
 @needs_one

@@ -5,6 +5,7 @@ fix the boundaries, because a cut by measured times would differ.
 """
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Numerics, Pipeline, profile, schedules, tune
+from pipesched import Numerics, Pipeline, add_loss, profile, schedules, tune
 
 __all__ = ["FEATURES", "outcome", "same"]
 
@@ -213,6 +214,59 @@ def batch_in_pinned_memory_that_is_refilled(devices: Devices) -> Any:
     return trained(devices, optimizer=sgd, x_on=refilled)
 
 
+def asynchronous(ranks: int, num_microbatches: int, lag: int, devices: Devices) -> Any:
+    """The caller makes a batch when the ranks have launched the last backward of an earlier batch."""
+    model = blocks()
+    num_steps = 6
+    launched = [threading.Event() for _ in range(num_steps)]
+    calls = iter(range(num_steps * num_microbatches))
+
+    def count(*_: Any) -> None:
+        step, microbatch = divmod(next(calls), num_microbatches)
+        if microbatch == num_microbatches - 1:
+            launched[step].set()
+
+    model[0].register_full_backward_hook(count)
+    options = {"optimizer": sgd, "num_microbatches": num_microbatches}
+    with pipeline(model, devices.ranks(ranks), "pipedream", **options) as pipe:
+        losses = []
+        for step in range(num_steps):
+            if step >= lag:
+                assert launched[step - lag].wait(60)
+            x, y = (tensor.to(devices.at(0)) + 0 for tensor in batch(step))
+            losses.append(pipe.step(x, target=y))
+            del x, y
+        pipe.flush()
+        return [*map(float, losses), *state(model)]
+
+
+FEATURES["asynchronous batch on the first device"] = partial(asynchronous, 2, 8, 2)
+FEATURES["asynchronous steps that are shorter than the pipeline"] = partial(asynchronous, 4, 2, 3)
+
+
+@feature
+def asynchronous_batch_on_a_device_without_a_rank(devices: Devices) -> Any:
+    with devices.own_stream(3):
+        return trained(devices, "pipedream-2bw", optimizer=sgd, x_on=lambda tensor: tensor.to(devices.at(3)) + 0)
+
+
+@feature
+def pinned_memory_of_an_asynchronous_schedule(devices: Devices) -> Any:
+    """Each memory is refilled once the following step has returned."""
+    memories = [tuple(map(devices.pinned, batch())) for _ in range(2)]
+    given = Tensor.clone if devices.kind == "cpu" else Tensor.detach  # a CPU's backwards still read the batch
+    model = blocks()
+    with pipeline(model, devices.ranks(), "pipedream", optimizer=sgd) as pipe:
+        losses = []
+        for step in range(5):
+            x, y = memories[step % 2]
+            for memory, values in zip((x, y), batch(step), strict=True):
+                memory.copy_(values)
+            losses.append(pipe.step(given(x), target=given(y)))
+        pipe.flush()
+        return [*map(float, losses), *state(model)]
+
+
 @feature
 def two_ranks_on_one_device(devices: Devices) -> Any:
     model = blocks()
@@ -236,6 +290,84 @@ def several_pipelines_take_turns(devices: Devices) -> Any:
         x, y = batch()
         losses = [pipe.step(x, target=y) for _ in range(2) for pipe in (one, other)]
         return [*map(float, losses), *state(models[0]), *state(models[1])]
+
+
+class KeepsInput(nn.Module):
+    """Returns its input beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.layers(x)
+
+
+@feature
+def outputs_that_are_inputs(devices: Devices) -> Any:
+    """The caller computes with them on its own streams, and drops them."""
+    options = {"boundaries": ["layers.4"], "schedule": "gpipe", "num_microbatches": 1, "seed": 1}
+    with devices.own_stream(), devices.own_stream(1):
+        with Pipeline(KeepsInput().eval(), batch()[0], devices=devices.ranks(), **options) as pipe, torch.no_grad():
+            found = []
+            for step in range(3):
+                same_values, output = pipe(batch(step)[0])
+                found += [(same_values * 2).sum(), output.sum()]
+                del same_values, output
+        return [float(value) for value in found]
+
+
+class HostSums(nn.Module):
+    """Returns its output, and a sum that it brings to the host without waiting for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.detach().sum(0).to("cpu", non_blocking=True), y
+
+
+class AddsSums(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1]
+
+
+@feature
+def host_values_of_a_device_rank(devices: Devices) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(HostSums(), AddsSums(), nn.Linear(WIDTH, CLASSES))
+    with pipeline(model, devices.ranks(), optimizer=sgd, boundaries=[1]) as pipe:
+        return [*(float(pipe.step(batch(step)[0], target=batch(step)[1])) for step in range(2)), *state(model)]
+
+
+class Penalised(Block):
+    """Adds the mean square of its output to the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        add_loss(y.square().mean(), name="square")
+        return y
+
+
+@feature
+def added_losses_and_metrics(devices: Devices) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Penalised() for _ in range(8)), nn.Linear(WIDTH, CLASSES))
+
+    def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(-1) == target).float().mean(), "norm": output.norm()}
+
+    found = []
+    with devices.own_stream(), devices.own_stream(1):
+        for schedule in ("1f1b", "pipedream"):
+            with pipeline(model, devices.ranks(), schedule, optimizer=sgd) as pipe:
+                for step in range(3):
+                    found.append(pipe.step(batch(step)[0], target=batch(step)[1], metrics=metrics))
+                    found += pipe.metrics.values()
+                pipe.flush()
+        return [*map(float, found), *state(model)]
 
 
 # ---- losses and labels ----
@@ -519,6 +651,27 @@ def a_failed_step_and_another(devices: Devices) -> Any:
                         parameter.mul_(0.5)
         fails[0] = False
         return [float(pipe.step(x, target=y)), *state(model)]
+
+
+@feature
+def a_failed_step_that_offloads(devices: Devices) -> Any:
+    model = blocks()
+    fails = [False]
+
+    def hook(*_: Any) -> None:
+        if fails[0]:
+            raise ValueError("this layer fails")
+
+    with devices.own_stream(), pipeline(model, devices.ranks(), "gpipe", optimizer=sgd, checkpoint=OFFLOADED) as pipe:
+        model[7].register_full_backward_pre_hook(hook)
+        x, y = batch()
+        losses = []
+        for fails[0] in (False, True, False):
+            try:
+                losses.append(float(pipe.step(x, target=y)))
+            except ValueError:
+                losses.append(0.0)
+        return [*losses, *state(model)]
 
 
 @feature

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from pipesched import Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import ExecutionError, ScheduleError
@@ -13,14 +12,13 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.program.checkpoint_options import offloading
 from pipesched.program.lowering import add_offloading, add_recompute
-from pipesched.runtime.stage.offloading import Offloads, host_bytes_per_s
+from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, stage_costs
 from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
 from pipesched.testing import run_fake
-from tests.support.fake_cuda import CUDA, Stream
 from tests.support.models import synchronous_names
 
 COPIES = (Kind.OFFLOAD, Kind.FREE, Kind.FETCH)
@@ -143,46 +141,9 @@ def test_only_tensors_that_no_neighbouring_layer_holds_are_offloaded() -> None:
 
 def test_how_fast_a_device_copies_to_its_host() -> None:
     assert 1e7 < host_bytes_per_s(torch.device("cpu")) < 1e13
-    assert host_bytes_per_s(torch.device("meta")) is None
-    if torch.cuda.is_available():
-        assert 1e8 < host_bytes_per_s(torch.device("cuda")) < 1e12
-
-
-def test_copies_come_after_what_made_their_memory_and_before_what_uses_it_again(
-    cuda: CUDA, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With streams that only write down what comes after what."""
-    device = torch.device("cpu")
-    plain = torch.Tensor.copy_
-
-    def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        assert non_blocking
-        cuda.current_stream(device).launch("copy")
-        return plain(target, source)
-
-    out, back, compute = Stream(device), Stream(device), cuda.current_stream(device)
-    offloads = Offloads(device, (out, back))
-    x, weight = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
-    with offloads.saving(0), offloads.going():
-        y = ((x @ weight).sigmoid() @ weight).tanh()
-    wanted = torch.autograd.grad(((x @ weight).sigmoid() @ weight).tanh().sum(), (x, weight))
-    monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    compute.launch("F0")
-    offloads.offload(0, set())
-    assert "F0" in out.before
-    assert "copy" not in compute.before  # nothing waits for it
-    compute.launch("F1")
-    offloads.free(0)
-    assert "copy" in compute.before
-    compute.before.discard("copy")
-    offloads.fetch(0)
-    assert {"F1", "copy"} <= back.before
-    assert "copy" not in compute.before
-    offloads.arrived(0)
-    assert "copy" in compute.before
-    monkeypatch.undo()
-    found = torch.autograd.grad(y.sum(), (x, weight))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        assert 1e8 < host_bytes_per_s(accelerator) < 1e12
 
 
 def test_copies_go_with_the_last_cut_and_programs_are_made_again_only_where_it_differs() -> None:

@@ -9,8 +9,9 @@ parameters, buffers, outputs of the stage, and tensors that other layers save.
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -132,25 +133,22 @@ class Offloads:
 
     Args:
         device: the device of the stage.
-        streams: the streams for copies to the host and back. Default: two new streams; none on a CPU.
 
     """
 
-    def __init__(self, device: torch.device, streams: Sequence[torch.Stream] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = streams
-        if is_accelerator(device):
-            self._streams = streams or (new_stream(device), new_stream(device))
+        #: The streams for copies to the host and back; None on a CPU.
+        self._streams = (new_stream(device), new_stream(device)) if is_accelerator(device) else None
         self._held: dict[int, list[weakref.ref[_SavedTensor]]] = {}
-        self._pieces: dict[int, list[weakref.ref[_SharedStorage]]] = {}
+        self._pieces: dict[int, list[_SharedStorage]] = {}
         self._going = False
 
     def clear(self) -> None:
         """Discard the state of all micro-batches, after waiting for copies that a failed step left running."""
-        for pieces in self._pieces.values():
-            for piece in _alive(pieces):
-                if piece.ready is not None:
-                    piece.ready.synchronize()
+        for piece in chain.from_iterable(self._pieces.values()):
+            if piece.ready is not None:
+                piece.ready.synchronize()
         self._held.clear()
         self._pieces.clear()
 
@@ -188,21 +186,21 @@ class Offloads:
             for held in tensors:
                 held.leave(piece)
             self._to_host(piece)
-            pieces.append(weakref.ref(piece))
+            pieces.append(piece)
 
     def free(self, microbatch: int) -> None:
-        for piece in _alive(self._pieces.get(microbatch, ())):
+        for piece in self._pieces.get(microbatch, ()):
             self._wait(piece)
             piece.device = None
 
     def fetch(self, microbatch: int) -> None:
-        for piece in _alive(self._pieces.get(microbatch, ())):
+        for piece in self._pieces.get(microbatch, ()):
             self._to_device(piece)
 
     def arrived(self, microbatch: int) -> None:
         """Prepare a micro-batch's backward: make later work on the current stream wait for the fetched tensors."""
         self._held.pop(microbatch, None)
-        for piece in _alive(self._pieces.pop(microbatch, ())):
+        for piece in self._pieces.pop(microbatch, ()):
             self._wait(piece)
             piece.host = None
 

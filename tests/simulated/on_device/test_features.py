@@ -7,15 +7,11 @@ from tests.simulated.actions import label_actions
 from tests.simulated.features import FEATURES, outcome, same
 
 
-@pytest.fixture(autouse=True)
-def labelled(sim):
-    label_actions(sim)
-    torch.set_num_threads(1)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_has_the_bits_of_the_cpu_and_no_race(sim, name):
+    torch.set_num_threads(1)
+    label_actions(sim)
     expected = outcome(name, "cpu")
     sim.judge.forget()
     assert same(expected, outcome(name, "sim"))
