@@ -27,9 +27,11 @@ from tests.simulated.accelerator import Accelerator, start
 from tests.simulated.happens_before import stream_key
 from tests.simulated.lanes import Stamp
 
-__all__ = ["BACKEND", "CollectiveError", "SimulatedGroup", "register"]
+__all__ = ["BACKEND", "CUT_OFF", "CollectiveError", "SimulatedGroup", "register"]
 
 BACKEND = "cpu:gloo,sim:simulated"
+#: The sends that were in flight when their group was aborted.
+CUT_OFF: list[str] = []
 _FITS = {"send": "receive", "receive": "send"}
 _LONGEST_PAUSE_S = 1e-3
 
@@ -68,6 +70,7 @@ class Communicator:
         self._number = 0
         #: Each of them checks that an earlier send has been received.
         self.unmet: list[Callable[[], object]] = []
+        self.last_send: SimulatedWork | None = None
         self._stream: torch.Stream | None = None
         self._aborted = threading.Event()
 
@@ -197,7 +200,14 @@ class SimulatedWork(distributed.Work):
 
     def lets_go(self) -> bool:
         """Whether the tensors are free: a stream has waited for the call, or this thread knows that it is done."""
-        return not self._tensors or self._judge.knows(self._thread(), self._stamp)
+        return not self._tensors or self.is_known(self._thread())
+
+    def is_known(self, thread: int) -> bool:
+        """Whether a thread knows that the call is done."""
+        return self._judge.knows(thread, self._stamp)
+
+    def __str__(self) -> str:
+        return f"operation {self._stamp.number} of {self._stamp.stream}"
 
     def meet(self) -> None:
         """Wait until the other rank has made its call."""
@@ -337,6 +347,7 @@ class SimulatedGroup(distributed.ProcessGroup):
             self._accelerator, lane, stamp, tensors, meet=meet, has_peer=lambda: communicator.has(number, other)
         )
         communicator.unmet.append(work.meet)
+        communicator.last_send = work
         return self._hold(work)
 
     @_of_device
@@ -368,11 +379,18 @@ class SimulatedGroup(distributed.ProcessGroup):
         return "simulated"
 
     def abort(self) -> None:
-        """End all waits of this rank."""
-        for communicator in [self._collectives, *self._pairs.values()]:
+        """End all waits of this rank, and note the sends in flight, which NCCL would cut off."""
+        thread = self._accelerator.backend.host_thread()
+        last = [communicator.last_send for communicator in self._communicators() if communicator.last_send is not None]
+        CUT_OFF.extend(str(send) for send in last if not send.is_known(thread))
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        for communicator in self._communicators():
             communicator.abort()
 
-    shutdown = abort
+    def _communicators(self) -> list[Communicator]:
+        return [self._collectives, *self._pairs.values()]
 
     def _pair(self, other: int) -> Communicator:
         if other not in self._pairs:
@@ -415,7 +433,8 @@ class SimulatedGroup(distributed.ProcessGroup):
         place([parts[rank] for rank in range(self._own_size)])
         begun_s = max((other.ready_s for other, _ in met.values()), default=0.0)
         stamp = self._report(name, lane, reads, writes, tensor, begun_s)
-        return self._hold(SimulatedWork(self._accelerator, lane, stamp, [*reads, *writes] if asynchronous else []))
+        held = [*reads, *writes] if asynchronous else []
+        return self._hold(SimulatedWork(self._accelerator, lane, stamp, held))
 
     def _report(
         self,

@@ -5,6 +5,7 @@ a use of the current device instead of the rank's own device is found where a te
 """
 
 import functools
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,15 +22,20 @@ _IMPORTED = (
     "tests.support.slow_imports",
     "tests.support.rank_processes",
     "tests.simulated.process_features",
+    "tests.simulated.replica_jobs",
 )
 
 
 class Judged(NamedTuple):
-    """What a job returns in a rank, the number of its transfers between devices, and what the judge found in it."""
+    """What a job returned in a rank or which error it raised, and what the simulation found meanwhile.
+
+    `cut_off` lists the transfers that were in flight when a link was aborted.
+    """
 
     result: Any
     num_transfers: int
     violations: list[str]
+    cut_off: list[str]
 
 
 @functools.cache
@@ -52,9 +58,15 @@ def begin(rank: int) -> str:
 
 
 def judged(group: Any, job: Callable[..., Any], *args: Any) -> Judged:
-    """Run a job in a rank, and return its result with the violations."""
+    """Run a job in a rank, and return its result or its error with the violations."""
+    from tests.simulated.collectives import CUT_OFF
+
     judge = start().judge
     judge.forget()
-    result = job(group, *args)
+    CUT_OFF.clear()
+    try:
+        result = job(group, *args)
+    except Exception as error:  # the violations may say why
+        result = "".join(traceback.format_exception(error))
     judge.read()
-    return Judged(result, judge.counts["transfers"], [str(violation) for violation in judge.violations])
+    return Judged(result, judge.counts["transfers"], [str(one) for one in judge.violations], [*CUT_OFF])
