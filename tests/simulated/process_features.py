@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline, schedules
 from pipesched.errors import PipeschedError
-from tests.simulated.features import ROWS, adam, batch, blocks, same, sgd
+from tests.simulated.features import CLASSES, ROWS, WIDTH, adam, batch, blocks, same, sgd
 
 __all__ = ["FEATURES", "compared"]
 
@@ -68,7 +69,7 @@ class Run:
             mesh = options.pop("mesh", None) or DeviceMesh.from_group(group, kind)
         stages = schedules.get(schedule).program(2, 4).num_weights
         options = {"boundaries": [8 * stage // stages for stage in range(1, stages)], **_OPTIONS, **options}
-        self.model = blocks()
+        self.model = options.pop("model", None) or blocks()
         self.pipe = Pipeline(self.model, batch()[0][:2], mesh=mesh, schedule=schedule, **options)
 
     def part(self, step: int) -> tuple[Tensor, Tensor]:
@@ -185,6 +186,65 @@ def evaluated_and_gathered(group: Any, kind: str) -> list[Any]:
         return [*(one.detach().cpu() for one in found), len(spans), *run.state()]
 
 
+class Passing(nn.Module):
+    """Returns the output of its first layer beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        return self.last(hidden), hidden
+
+
+def loss_of_first(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.cross_entropy(output[0], target)
+
+
+@feature(2)
+def outputs_that_were_received(group: Any, kind: str) -> list[Any]:
+    """The caller drops them while its stream reads them."""
+    torch.manual_seed(1)
+    model = Passing()
+    run = Run(group, kind, model=model, boundaries=["last"], loss_fn=loss_of_first, optimizer=sgd)
+    with own_stream(kind), run.pipe:
+        sums = []
+        for step in range(3):
+            x, y = run.part(step)
+            _, outputs = run.pipe.step(x, target=y, return_outputs=True)
+            sums += [] if outputs is None else [outputs[1] * 2]
+            del outputs
+        return [*(one.detach().cpu() for one in sums), *run.state()]
+
+
+@feature(2)
+def outputs_gathered_on_streams_of_their_own(group: Any, kind: str) -> list[Any]:
+    """The caller waits for none of its earlier streams, and drops each output at once."""
+    torch.manual_seed(1)
+    options = {"boundaries": ["last"], "loss_fn": loss_of_first, "num_microbatches": 1}
+    run = Run(group, kind, model=Passing(), **options)
+    run.pipe.eval()
+    with run.pipe, torch.no_grad():
+        for step in range(4):
+            with own_stream(kind, joins=False):
+                run.pipe(run.part(step)[0][:4], gather=True)
+    return []
+
+
+@feature(2)
+def steps_on_streams_of_their_own(group: Any, kind: str) -> list[Any]:
+    """The caller waits for none of its earlier streams."""
+    run = Run(group, kind, optimizer=sgd)
+    losses = []
+    with run.pipe:
+        for step in range(4):
+            with own_stream(kind, joins=False):
+                losses.append(run.step(step))
+        torch.accelerator.synchronize(device_of("sim"))  # the current stream has not waited for the losses
+        return [*map(float, losses)]
+
+
 @feature(2)
 def a_failed_step(group: Any, kind: str) -> list[Any]:
     """Stage 1 raises an error; then a new pipeline runs on the same devices."""
@@ -217,6 +277,13 @@ def divided(zero: int, group: Any, kind: str) -> list[Any]:
 
 for _zero in range(4):
     FEATURES[f"replicas with zero {_zero}"] = 4, partial(divided, _zero)
+
+
+@feature(4)
+def weights_of_replicas_read_after_a_step(group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind, optimizer=adam, distributed=Distributed(zero=1))
+    with run.pipe:
+        return [*run.train(1), *run.state()]
 
 
 @feature(4)
@@ -285,8 +352,8 @@ def device_of(kind: str) -> str:
 
 
 @contextmanager
-def own_stream(kind: str) -> Iterator[None]:
-    """The caller's own stream on the device of this rank."""
+def own_stream(kind: str, *, joins: bool = True) -> Iterator[None]:
+    """The caller's own stream on the device of this rank. If it joins, the stream before waits for it."""
     if kind == "cpu":
         yield
         return
@@ -294,4 +361,5 @@ def own_stream(kind: str) -> Iterator[None]:
     stream.wait_stream(torch.accelerator.current_stream())
     with stream:
         yield
-    torch.accelerator.current_stream().wait_stream(stream)
+    if joins:
+        torch.accelerator.current_stream().wait_stream(stream)

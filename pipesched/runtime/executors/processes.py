@@ -176,13 +176,13 @@ class ProcessExecutor:
         self, rank: BoundRank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
     ) -> RankTimeline:
         self._streams.follow()
+        if self.connected.links is not None:
+            self.connected.links.begin()
         stamps = Stamps.room_for(order)
         grid = self._grid
         self._activity.run(stamps, [grid.pipeline[rank] for rank in program.placement])
         try:
             with intra_op(self._threads), caller.held(), self._streams.entered():
-                if self.connected.links is not None:
-                    self.connected.links.begin()
                 self._interpret(rank, stamps)
                 rank.finish(stamps)
         finally:
