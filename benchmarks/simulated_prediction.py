@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.simulated.accelerator import start
+from tests.simulated.started import ACCELERATOR
 
-ACCELERATOR = start()  # before pipesched is imported
+# isort: split
 
 import torch
 from prediction import COMPUTING, MODELS, Case

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.devices.transfers import set_data
 from pipesched.tensors.exchange import Move, Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import give_contents
 from pipesched.tensors.tensor_attributes import with_attributes_of
+from pipesched.tensors.tensor_contents import set_data
 from pipesched.tensors.tree_structure import map_tensors
 
 __all__ = ["Place", "Ties", "Use", "deliver", "with_stand_ins"]

@@ -21,6 +21,7 @@ from pipesched.devices.streams import used_here
 from pipesched.errors import ExecutionError
 from pipesched.program.segments import Orders, Segments
 from pipesched.runtime.executors.threads import RunSpec, Timeline
+from pipesched.runtime.kept_batches import KeptBatches
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.output_metrics import Metrics
@@ -87,6 +88,7 @@ class Stream:
         step_data.inputs, step_data.targets, step_data.factors, step_data.metrics, step_data.paths = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
         self._run = host.executor.begin(self._run_spec(), caller, values=step_data.values)
+        self._kept = KeptBatches(segments, self._run.ahead, {*host.grid.devices})
         self.open = True
 
     def _run_spec(self) -> RunSpec:
@@ -114,6 +116,8 @@ class Stream:
 
         """
         with self._alone("step"):
+            self._kept.check()
+            self._kept.add(self._steps, (batch.inputs, batch.targets))
             first = self._steps * self.segments.num_microbatches
             functions = [] if measure is None else [measure] * len(batch.rows)
             paths = batch.paths.paths or [0] * len(batch.rows)
@@ -135,6 +139,7 @@ class Stream:
         Raises the same errors as ``step``.
         """
         with self._alone("flush"):
+            self._kept.check()
             while self._parts:
                 self._finish_step()
             for stage in self._stages.values():

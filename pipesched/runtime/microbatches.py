@@ -485,9 +485,10 @@ class Splitter:
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(weights), [None] * len(weights), self.reduction_order)
-        if isinstance(weights, Tensor) and len(groups) < 2:  # the host cannot check the sum without waiting
-            return Weighting(normalized(weights), [None] * len(weights), self.reduction_order)
-        weights = weights_in_numbers(weights)  # an update without labels must be left out
+        if isinstance(weights, Tensor):
+            if len(groups) < 2:  # the host cannot check the sum without waiting
+                return Weighting(normalized(weights), [None] * len(weights), self.reduction_order)
+            weights = weights_in_numbers(weights)  # an update without labels must be left out
         total = sum([weight for own in of_replicas or [weights] for weight in own])
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesched.devices.transfers import MOVES, set_data, swap_in
+from pipesched.devices.transfers import MOVES
 from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.tensor_contents import set_data, swap_in
 from pipesched.tensors.torch_functions import is_shaped_by_contents, name_of, only_looked_at
-from pipesched.tensors.torch_insides import base_of
+from pipesched.tensors.torch_insides import base_of, forget_weights
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = [
@@ -71,6 +72,9 @@ def apart(value: Any) -> Any:
 def put_on(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device. Meta tensors, such as weights that another rank will send, become zeros."""
     elsewhere = [tensor for tensor in _tensors_of(module) if tensor.device != device]
+    for part in module.modules() if elsewhere else ():
+        if isinstance(part, nn.RNNBase):
+            forget_weights(part)  # `to` creates the weak references again
     for tensor in elsewhere:
         if tensor.is_meta:
             give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))

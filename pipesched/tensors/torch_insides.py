@@ -32,6 +32,7 @@ __all__ = [
     "check_body",
     "compile_lock",
     "forget_weights",
+    "hooks_kept",
     "hooks_on",
     "is_compiled",
     "modes_of_thread",
@@ -280,6 +281,14 @@ def hooks_on(tensor: Tensor) -> list[dict[Any, Any]]:
     """Return the dicts with the hooks that run when a gradient of the tensor is computed, without empty dicts."""
     _HOOKS.require()
     return _hooks_on(tensor)
+
+
+def hooks_kept(tensor: Tensor, change: Callable[[], None]) -> None:
+    """Call ``change``, which replaces what is behind a tensor, so that the tensor's hooks run afterwards, too."""
+    _HOOKS.require()
+    before = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    change()
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = before
 
 
 # ---- recomputation ----

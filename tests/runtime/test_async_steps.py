@@ -1,6 +1,7 @@
 """Streams: no rank waits where a step ends; what flushes, what ends one, errors under way."""
 
 import copy
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -319,3 +320,51 @@ def test_hooks_and_schedulers_see_the_live_parameters() -> None:
             scheduler.step()
     assert seen == [True] * 9
     assert pipe.optimizers[2].param_groups[0]["lr"] == pytest.approx(0.0005)
+
+
+# ---- batches that the caller changes ----
+
+
+def asynchronous(schedule, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    given = {"devices": ["cpu"] * 2, "boundaries": [2], "num_microbatches": 4, "optimizer": sgd, **options}
+    return Pipeline(model, torch.randn(2, 8), loss_fn=nn.MSELoss(), schedule=schedule, **given)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("what", ["input", "target"])
+def test_a_batch_that_is_refilled_while_backwards_still_read_it_is_an_error(schedule, what):
+    x, y = torch.randn(2, 8, 8)
+    with asynchronous(schedule) as pipe:
+        pipe.step(x, target=y)
+        (x if what == "input" else y).normal_()
+        with pytest.raises(InputError, match=r"must not be changed in place until its backwards have run, . steps"):
+            pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
+
+
+def test_a_batch_that_is_changed_before_flush_is_an_error():
+    x, y = torch.randn(2, 8, 8)
+    with asynchronous("pipedream") as pipe:
+        pipe.step(x, target=y)
+        x.zero_()
+        with pytest.raises(InputError, match="the batch of step 0 of this stream was changed"):
+            pipe.flush()
+
+
+def test_memory_may_be_refilled_once_the_backwards_have_run():
+    """As the error says; the results are those of new tensors."""
+    weights = []
+    for reuses in (False, True):
+        memories = [torch.empty(2, 8, 8) for _ in range(3)]
+        with asynchronous("pipedream", seed=1) as pipe:
+            assert pipe.step(*torch.zeros(1, 8, 8), target=torch.zeros(8, 8)).isfinite()
+            assert pipe._running.stream._kept._kept.maxlen < len(memories)
+            for step in range(7):
+                values = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(step))
+                x, y = memories[step % 3].copy_(values) if reuses else values
+                pipe.step(x, target=y)
+            pipe.flush()
+            weights.append([parameter.detach().clone() for parameter in pipe.parameters()])
+    assert all(map(torch.equal, *weights))

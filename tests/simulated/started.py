@@ -1,7 +1,7 @@
-"""Starts the simulation when it is imported, for a process that imports pipesched afterwards."""
+"""The simulation, started by the import: for scripts that import pipesched afterwards."""
 
 from tests.simulated.accelerator import start
 
-__all__: list[str] = []
+__all__ = ["ACCELERATOR"]
 
-start()
+ACCELERATOR = start()

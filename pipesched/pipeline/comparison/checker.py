@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.stage_body import loss_entry
-from pipesched.devices.transfers import set_data
 from pipesched.errors import PipeschedError
 from pipesched.model.state_guard import reachable_generators, untouched
 from pipesched.pipeline.assembly import AssemblySpec
@@ -24,6 +23,7 @@ from pipesched.pipeline.step_runner import StepRunner
 from pipesched.reference.reference_step import reference_step
 from pipesched.runtime.microbatches import GivenBatch
 from pipesched.tensors.added_losses import collect_losses
+from pipesched.tensors.tensor_contents import set_data
 from pipesched.tensors.tree_structure import map_tensors, tensors_in
 
 __all__ = ["Checker"]

@@ -1,6 +1,5 @@
 """Input copies: bring the tensors of a batch to the device of a stage."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,11 @@ class InputCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        #: The step whose batch is copied.
+        self.step_data = StepData(0, 0, [])
         self._copies = DeviceCopies(device)
 
-    def tensor_on_device(self, tensor: Tensor, step_data: StepData) -> Tensor:
+    def tensor_on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the batch on the device. Later work on the current stream may use it.
 
         The result shares memory with the batch where it can, but has its own version counter, so a layer that modifies
@@ -36,16 +37,16 @@ class InputCopies:
             return tensor  # a placeholder: this stage does not use the value
         own = tensor.data
         if own.device != self.device:
-            return self._copied(own, step_data)
+            return self._copied(own)
         return own if own.is_cpu else used_here(own)
 
-    def value_on_device(self, value: Any, step_data: StepData) -> Any:
+    def value_on_device(self, value: Any) -> Any:
         """Like `tensor_on_device`, for all tensors of a value."""
-        return Payload.of(value, partial(self.tensor_on_device, step_data=step_data)).value
+        return Payload.of(value, self.tensor_on_device).value
 
-    def _copied(self, tensor: Tensor, step_data: StepData) -> Tensor:
-        copy = self._copies.start(tensor, step_data.ready.get(tensor.device))
+    def _copied(self, tensor: Tensor) -> Tensor:
+        copy = self._copies.start(tensor, self.step_data.ready.get(tensor.device))
         if tensor.is_cpu and tensor.is_pinned():
-            step_data.copies[self] = event_on(self._copies.arrivals)
+            self.step_data.copies[self] = event_on(self._copies.arrivals)
         self._copies.wait()
         return copy

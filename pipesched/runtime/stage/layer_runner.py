@@ -394,12 +394,11 @@ class LayerRunner:
         if head.rule is not None:
             factors, targets = self._step_data.factors, self._step_data.targets
             assert factors is not None  # the step has a loss
-            on_device = partial(self._inputs.value_on_device, step_data=self._step_data)
-            factor = head.rule.factor(factor, saved.microbatch, factors, targets, on_device)
+            factor = head.rule.factor(factor, saved.microbatch, factors, targets, self._inputs.value_on_device)
             saved.loss_inputs = target, factor
         if isinstance(factor, Tensor) and torch.is_grad_enabled():
             drop_unweighted_gradients(trainable_leaves(output), factor)
-        return scaled(loss, factor)  # of a factor that is known to be 0, no backward runs
+        return loss if factor is None else scaled(loss, factor)  # of a factor known to be 0, no backward runs
 
     def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
         """Compute the metrics of a micro-batch, except in a recompute."""

@@ -98,7 +98,7 @@ class Stage:
         micro-batches are in flight.
         """
         self._saved.clear()
-        self._step_data = step_data
+        self._step_data = self._copies.step_data = step_data
         self.weights = None if uses is None else WeightStash(self.modules, uses)
         self._runner.begin(step_data, self.weights)
 
@@ -297,17 +297,17 @@ class Stage:
         target: Any = step_data.targets[microbatch] if step_data.targets else None
         factor = step_data.factors[microbatch]
         if isinstance(factor, Tensor):
-            factor = self._copies.tensor_on_device(factor, step_data)
+            factor = self._copies.tensor_on_device(factor)
         copies = self._copies
         bring = copies.tensor_on_device if isinstance(target, Tensor) else copies.value_on_device
-        return bring(target, step_data), factor
+        return bring(target), factor
 
     def _body_inputs(self, microbatch: int, path: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
         """Return the inputs of the stage's body, and whether these inputs begin with the model's inputs."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
         inputs = self.body.inputs(self._step_data.inputs[microbatch], path)
-        given = Payload.of(inputs, partial(self._copies.tensor_on_device, step_data=self._step_data))
+        given = Payload.of(inputs, self._copies.tensor_on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
                 "an input that requires a gradient may be used by the first stage only; a later stage also uses it; "

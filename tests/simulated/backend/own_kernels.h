@@ -97,7 +97,9 @@ inline bool is_pinned(const at::Tensor& self, optional<Device>) { return pinned_
 
 // Module.to() keeps its Parameters if their data can be replaced by data on the device, as on CUDA.
 inline bool keeps_parameters = true;
-inline bool data_can_be_replaced(const at::Tensor&, const at::Tensor&) { return keeps_parameters; }
+inline bool data_can_be_replaced(const at::Tensor& one, const at::Tensor& other) {
+  return keeps_parameters || one.key_set() == other.key_set();  // torch's rule for devices of vendors
+}
 
 // ---- items ----
 inline at::Scalar item(const at::Tensor& self) {
