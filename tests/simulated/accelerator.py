@@ -20,7 +20,7 @@ __all__ = ["Accelerator", "start"]
 _HERE = Path(__file__).parent
 _NOT_SHOWN = (
     str(Path(torch.__file__).parent),
-    *(str(_HERE / f"{name}.py") for name in ("accelerator", "device_module", "handoffs", "recurrent")),
+    *(str(_HERE / f"{name}.py") for name in ("accelerator", "collectives", "device_module", "handoffs", "recurrent")),
     threading.__file__,
     queue.__file__,
     str(Path(threading.__file__).parent / "contextlib.py"),
@@ -68,6 +68,9 @@ def start(num_devices: int = 8) -> Accelerator:
     generators = tuple(backend.default_generator(index) for index in range(num_devices))
     torch._register_device_module("sim", make_device_module(num_devices, generators))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend.learn_slices(
+        torch.empty(0, dtype=torch.uint8).set_(torch.empty(2, dtype=torch.uint8).untyped_storage()[:1])
+    )
     handoffs.install(judge, backend.host_thread)
     _watch_host_reads(accelerator)
     return accelerator

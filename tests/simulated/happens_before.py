@@ -192,6 +192,38 @@ class HappensBefore:
             if source is not None:
                 host.learn(stream.stamp())
 
+    def transferred(
+        self,
+        thread: int,
+        stream: int,
+        name: str,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        nbytes: int = 0,
+        not_before_s: float = 0.0,
+        place: int = 0,
+    ) -> Stamp:
+        """Read a report: a transfer between processes, as an operation on a stream. Return the moment of its end.
+
+        `not_before_s` is the virtual time at which the other processes begin the transfer.
+        """
+        with self._lock:
+            self._read_log()
+            self.counts["transfers"] += 1
+            host, here = self._host(thread), self._stream(stream)
+            here.time_s = max(here.time_s, not_before_s)
+            self._run(host, here, name, reads, writes, self.costs.copy_s(nbytes, with_host=False), place)
+            return here.stamp()
+
+    def stream_waits(self, thread: int, stream: int, stamp: Stamp) -> None:
+        """Read a report: a thread made a stream wait for a moment of another stream."""
+        with self._lock:
+            self._read_log()
+            self.counts["waits"] += 1
+            here = self._stream(stream)
+            here.follow(self._host(thread))
+            here.learn(stamp)
+
     def host_access(self, thread: int, name: str, reads: Sequence[int], writes: Sequence[int], place: int = 0) -> None:
         """Read a report: the host reads or writes pinned memory."""
         with self._lock:
@@ -241,6 +273,18 @@ class HappensBefore:
             self._read_log()
             stamp = self._events.get(event)
             return stamp is None or self._host(thread).knows(stamp.stream, stamp.number)
+
+    def knows(self, thread: int, stamp: Stamp) -> bool:
+        """Whether a thread knows that a stream has reached a moment."""
+        with self._lock:
+            self._read_log()
+            return self._host(thread).knows(stamp.stream, stamp.number)
+
+    def ready_s(self, thread: int, stream: int) -> float:
+        """Return the virtual time at which a stream can begin an operation that a thread launches now."""
+        with self._lock:
+            self._read_log()
+            return max(self._stream(stream).time_s, self._host(thread).time_s)
 
     def elapsed_ms(self, start: int, end: int) -> float:
         """Return the virtual time between two events."""

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS", "Mutant", "show"]
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 240
@@ -23,12 +24,17 @@ _LIMIT_S = 240
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of the source, and the features that should show it."""
+    """A change of the source, the features that should show it, and the module that runs them.
+
+    A mutant that no feature can show has a reason.
+    """
 
     file: str
     old: str
     new: str
     features: tuple[str, ...]
+    module: str = "compare"
+    reason: str = ""
 
     @property
     def name(self) -> str:
@@ -237,7 +243,7 @@ def found(mutant: Mutant) -> str:
         if source.count(mutant.old) != 1:
             return f"not found: the text stands {source.count(mutant.old)} times in the file"
         path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-        command = [sys.executable, "-W", "ignore", "-m", "tests.simulated.compare", "1", *mutant.features]
+        command = [sys.executable, "-W", "ignore", "-m", f"tests.simulated.{mutant.module}", "1", *mutant.features]
         env = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         try:
             ran = subprocess.run(
@@ -249,12 +255,15 @@ def found(mutant: Mutant) -> str:
     return races[0] if races else f"not found: {' '.join(ran.stdout.split())[-300:]}{ran.stderr[-600:]}"
 
 
-def _main(numbers: list[int]) -> None:
-    for number in numbers or range(len(MUTANTS)):
-        text = found(MUTANTS[number])
-        print(f"{'silent' if text.startswith('not found') else 'caught'} {number} {MUTANTS[number].name}\n    {text}")
+def show(mutants: Sequence[Mutant], numbers: list[int]) -> None:
+    """Print a row for each mutant."""
+    for number in numbers or range(len(mutants)):
+        mutant = mutants[number]
+        text = found(mutant)
+        how = "caught" if not text.startswith("not found") else "reason" if mutant.reason else "silent"
+        print(f"{how} {number} {mutant.name}\n    {text}")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    _main([int(number) for number in sys.argv[1:]])
+    show(MUTANTS, [int(number) for number in sys.argv[1:]])

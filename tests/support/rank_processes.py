@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,17 @@ FORKED.set_forkserver_preload(
 
 
 class Ranks:
-    """``count`` processes, with a gloo group for each number of ranks from 1 to ``count``."""
+    """``count`` processes, with a group for each number of ranks from 1 to ``count``.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: the number of processes.
+        begin: called first in each process with its rank; returns the backend of the groups. Default: gloo.
+
+    """
+
+    def __init__(self, count: int, begin: Callable[[int], str] | None = None) -> None:
         self._count = count
+        self._begin = begin or _over_gloo
         self._start()
 
     def _start(self) -> None:
@@ -36,7 +44,8 @@ class Ranks:
         self._pipes, self.processes = [], []
         for rank in range(count):
             here, there = FORKED.Pipe()
-            process = FORKED.Process(target=_serve, args=(there, rank, count, self._store.port), daemon=True)
+            args = there, rank, count, self._store.port, self._begin
+            process = FORKED.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -82,12 +91,16 @@ class Ranks:
             process.join()
 
 
-def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
+def _over_gloo(rank: int) -> str:
+    return "gloo"
+
+
+def _serve(pipe: Any, rank: int, count: int, port: int, begin: Callable[[int], str]) -> None:
     gc.freeze()  # garbage collection would write to the imported objects, and so copy the memory pages that ranks share
     measure_quickly()
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=MINUTE)
+    distributed.init_process_group(begin(rank), store=store, rank=rank, world_size=count, timeout=MINUTE)
     groups = {size: distributed.new_group(list(range(size))) for size in range(1, count + 1)}
     pipe.send(True)
     while True:

@@ -128,10 +128,7 @@ class ProcessExecutor:
         run_spec.prepare(caller)
         start_s = time.perf_counter()
         self._streams.begin()
-        try:
-            return self._run_order(self._rank_of(run_spec, messages), order, caller, start_s, program)
-        finally:
-            self._streams.end()
+        return self._run_order(self._rank_of(run_spec, messages), order, caller, start_s, program)
 
     def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
         """Return the order of this rank; empty if the rank holds no stages."""
@@ -173,21 +170,23 @@ class ProcessExecutor:
             return timeline
 
     def end(self, run: RankRun) -> None:
-        self._streams.end()
         run.run_spec.finish(run.failed)
 
     def _run_order(
         self, rank: BoundRank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
     ) -> RankTimeline:
         self._streams.follow()
+        if self.connected.links is not None:
+            self.connected.links.begin()
         stamps = Stamps.room_for(order)
         grid = self._grid
         self._activity.run(stamps, [grid.pipeline[rank] for rank in program.placement])
-        with intra_op(self._threads), caller.held(), self._streams.entered():
-            if self.connected.links is not None:
-                self.connected.links.begin()
-            self._interpret(rank, stamps)
-            rank.finish(stamps)
+        try:
+            with intra_op(self._threads), caller.held(), self._streams.entered():
+                self._interpret(rank, stamps)
+                rank.finish(stamps)
+        finally:
+            self._streams.end()
         size = len(grid.pipeline)
         all_stamps = [stamps if index == grid.position else Stamps.room_for(()) for index in range(size)]
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self.connected.time_offset_s)

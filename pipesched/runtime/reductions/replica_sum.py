@@ -7,6 +7,7 @@ bytes, but would add in an order that depends on the number of bytes and the top
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class ReplicaGroup:
     @torch.no_grad()
     def add(self, buffer: Tensor) -> None:
         """Replace a flat buffer with the sum of the replicas' buffers. Blocks the thread."""
+        used_here(buffer)  # a failed step frees it without waiting
         total = self._sum_of_own(buffer)
         _all_gather(buffer, total, group=self._group)
         free(total)
@@ -71,7 +73,7 @@ class ReplicaGroup:
 
         ``buffer`` has a row for each replica. This method frees the memory of ``buffer``.
         """
-        used_here(buffer)
+        used_here(buffer)  # may be freed here, on another stream than its own
         in_order = self._replicas == sorted(self._replicas)
         sent = buffer if in_order else buffer[self._replicas]
         total = self._sum_of_own(sent.view(-1))
@@ -100,6 +102,8 @@ class ReplicaGroup:
     @torch.no_grad()
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Copy the tensors in ``parts[i]``, all of one dtype, from replica i to the others. Blocks the thread."""
+        for tensor in chain(*parts):
+            used_here(tensor)  # a failed step frees it without waiting
         own = parts[self._replica]
         length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
         like = next(tensor for tensors in parts for tensor in tensors)
@@ -112,7 +116,6 @@ class ReplicaGroup:
             if replica != self._replica:
                 for tensor, place in places(parts[replica], buffer):
                     tensor.copy_(place)
-                    used_here(tensor)  # may be freed on another stream
         free(sent)
         free(received)
 

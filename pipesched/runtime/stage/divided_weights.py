@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.devices.streams import used_here
 from pipesched.runtime.gradients.buckets import StartedSum
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
@@ -144,7 +143,6 @@ class DividedWeights:
         self._gathered = True
         for parameter, whole in self._whole.items():
             parameter.data = whole
-            used_here(whole)  # another stream may have allocated it
         self._follow(self._whole)  # releases the memory of the separate rows
 
     def _wait(self) -> None:

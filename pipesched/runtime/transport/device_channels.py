@@ -29,12 +29,14 @@ communicator can always proceed.
 Memory. The compute stream copies each message into a buffer of the channel, so that the layers may change their tensors
 afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for received
 data is allocated on a stream that runs no computation, so data arrives while the rank computes. ``record_stream`` keeps
-the memory from being reused before the compute stream has finished with it.
+the memory from being reused before the compute stream has finished with it, and the caller's stream, which may read
+outputs that a stage has received and returns unchanged.
 """
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from struct import Struct
 from typing import Any, NamedTuple, Protocol
@@ -103,21 +105,29 @@ class LinkMaker(Protocol):
         """Create the sending or the receiving end of a link; both ends must pass the same store."""
 
     def begin(self) -> None:
-        """Begin a run: later receives wait for earlier work on the current stream."""
+        """Begin a run, whose caller may read received data on the current stream."""
+
+
+@dataclass
+class _Arrivals:
+    """The stream on which received data is allocated and nothing is computed, and the stream of the run's caller."""
+
+    stream: torch.Stream
+    caller: torch.Stream
 
 
 class PairLink:
-    """A link over a process group of two ranks. Received data is allocated on the stream ``arrivals``.
+    """A link over a process group of two ranks.
 
     Args:
         group: the process group, which has a stream of its own.
         sends: whether this is the sending end.
         device: the device of this end.
-        arrivals: a stream on which nothing is computed.
+        arrivals: the stream on which received data is allocated, and the stream of the run's caller.
 
     """
 
-    def __init__(self, group: Any, *, sends: bool, device: torch.device, arrivals: torch.Stream) -> None:
+    def __init__(self, group: Any, *, sends: bool, device: torch.device, arrivals: _Arrivals) -> None:
         self._group = group
         self._sends = sends
         self._device = device
@@ -139,11 +149,12 @@ class PairLink:
 
     def receive(self, nbytes: int) -> Tensor:
         user = current_stream(self._device)
-        with on_stream(self._arrivals):  # the group's stream waits for the current stream, which is empty here
+        with on_stream(self._arrivals.stream):  # the group's stream waits for the current stream, which is empty here
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._last = work = self._group.recv([memory], 0, 0)
         work.wait()  # makes the current stream wait, not the host
         memory.record_stream(user)
+        memory.record_stream(self._arrivals.caller)
         return memory
 
     def drain(self) -> None:
@@ -169,7 +180,7 @@ class PairLinks:
         self.device = device
         self._make = pair_maker(device)
         self._timeout_s = _WATCHED * timeout_s
-        self._arrivals = new_stream(device)
+        self._arrivals = _Arrivals(stream=new_stream(device), caller=current_stream(device))
 
     def link(self, store: Any, *, sends: bool) -> PairLink:
         with on_device(self.device):
@@ -177,8 +188,7 @@ class PairLinks:
         return PairLink(group, sends=sends, device=self.device, arrivals=self._arrivals)
 
     def begin(self) -> None:
-        # other streams, such as the caller's, may still read memory that was freed on the arrivals stream
-        self._arrivals.wait_stream(current_stream(self.device))
+        self._arrivals.caller = current_stream(self.device)
 
 
 class DeviceLinks:

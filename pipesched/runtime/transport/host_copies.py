@@ -21,9 +21,8 @@ _PATIENCE_S = 2  # time to send values that are in transit when the courier ends
 
 
 class _Parcel(NamedTuple):
-    """A value that is being copied to the host. ``given`` keeps the source tensors alive until the copy is done."""
+    """A value that is being copied to the host. The copy is done after the event ``ready``."""
 
-    given: Any
     value: Any
     ready: Any
     send: Callable[[Any], None]
@@ -53,7 +52,7 @@ class Courier:
             self._threads.append(thread)
         host = pytree.tree_map_only(Tensor, _on_host, value)
         ready = event_on(current_stream(self._device))
-        self._parcels.put(_Parcel(value, host, ready, send))
+        self._parcels.put(_Parcel(host, ready, send))
 
     def drain(self) -> None:
         """Wait until all values have been sent."""

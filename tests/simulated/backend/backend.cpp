@@ -102,6 +102,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [](int device) { return default_generator(static_cast<DeviceIndex>(device)); });
   module.def("block_of", &id_of);
   module.def("pinned_block", [](const at::Tensor& tensor) { return pinned_block(tensor) ? id_of(tensor) : 0; });
+  module.def("learn_slices",
+             [](const at::Tensor& slice) { slice_deleter = slice.storage().data_ptr().get_deleter(); });
   module.def("keep_parameters", [](bool keep) { keeps_parameters = keep; });
   module.def("as_launch", &as_launch);
 }

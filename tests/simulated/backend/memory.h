@@ -183,8 +183,18 @@ inline bool points_to_pinned(const void* pointer) {
 }
 
 // ---- which block a tensor lies in ----
+// A slice of a storage is a storage that holds a reference to the whole one. Its deleter is torch's own, and is learned
+// from a slice at the start.
+inline c10::DeleterFnPtr slice_deleter = nullptr;
+
+inline const DataPtr& whole_memory(const Storage& storage) {
+  const DataPtr* memory = &storage.data_ptr();
+  while (slice_deleter && memory->get_deleter() == slice_deleter)
+    memory = &static_cast<c10::StorageImpl*>(memory->get_context())->data_ptr();
+  return *memory;
+}
 inline Block* block_of(const Storage& storage, c10::DeleterFnPtr deleter) {
-  const DataPtr& memory = storage.data_ptr();
+  const DataPtr& memory = whole_memory(storage);
   return memory.get_deleter() == deleter ? static_cast<Block*>(memory.get_context()) : nullptr;
 }
 inline Block* pinned_block(const at::Tensor& tensor) {

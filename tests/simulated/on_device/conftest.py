@@ -32,6 +32,13 @@ def device_process() -> Iterator[DeviceProcess]:
 
 if _HAS_DEVICES:
     from tests.simulated.accelerator import Accelerator, start
+    from tests.simulated.rank_devices import simulated_ranks
+    from tests.support.rank_processes import Ranks
+
+    @pytest.fixture
+    def ranks() -> Ranks:
+        """Four processes that serve as ranks, each with its own simulated devices."""
+        return simulated_ranks()
 
     @pytest.fixture(autouse=True)
     def sim() -> Iterator[Accelerator]:
@@ -42,6 +49,10 @@ if _HAS_DEVICES:
         accelerator.judge.forget()
 
 else:
+
+    @pytest.fixture
+    def ranks() -> None:
+        """Stands for the ranks of the other process."""
 
     @pytest.fixture(autouse=True)
     def sim(device_process: DeviceProcess) -> DeviceProcess:

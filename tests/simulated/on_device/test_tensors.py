@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.simulated.violations import ViolationKind
+
 DEVICE = "sim:0"
 
 
@@ -125,3 +127,24 @@ def test_a_tensor_is_printed_saved_and_loaded(tmp_path):
     torch.save({"values": values}, tmp_path / "file")
     assert torch.load(tmp_path / "file")["values"].device == torch.device(DEVICE)
     assert torch.load(tmp_path / "file", map_location="cpu")["values"].tolist() == [0, 1, 2]
+
+
+def test_a_slice_of_a_storage_is_memory_of_the_storage(sim):
+    """As in a message, whose tensors are slices of its memory. As on CUDA, `record_stream` does not see them."""
+    memory = torch.zeros(8, dtype=torch.uint8, device="sim:0")
+    piece = torch.empty(0, device="sim:0").set_(memory.untyped_storage()[4:8], 0, (1,), (1,))
+    side = torch.Stream(device="sim:0")
+    with side:
+        memory += 1
+    assert sim.backend.block_of(piece) == sim.backend.block_of(memory)
+    piece + 1
+    sim.judge.read()
+    assert [each.kind for each in sim.judge.violations] == [ViolationKind.WRITTEN_TWICE, ViolationKind.READ]
+    side.synchronize()
+    with side:
+        piece * 2
+    piece.record_stream(side)
+    del memory, piece
+    torch.zeros(8, dtype=torch.uint8, device="sim:0")
+    sim.judge.read()
+    assert sim.judge.violations[-1].kind is ViolationKind.FREED
