@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         _INPUTS,
-        "            step_data.copies[self] = event_on(self._copies.arrivals)\n",
+        "            self.step_data.copies[self] = event_on(self._copies.arrivals)\n",
         "            pass\n",
         ("batch in pinned memory that is refilled",),
     ),
