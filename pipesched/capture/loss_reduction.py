@@ -121,7 +121,7 @@ def joined_weights(weights: Sequence[Any]) -> LossWeights:
     try:
         if all(isinstance(weight, Tensor) and not weight.dim() for weight in weights):
             together = torch.stack(list(weights))
-            return together.tolist() if together.is_cpu else together
+            return weights_in_numbers(together) if together.is_cpu else together
         return [float(weight) for weight in weights]
     except (TypeError, ValueError):
         raise InputError(
@@ -132,7 +132,7 @@ def joined_weights(weights: Sequence[Any]) -> LossWeights:
 
 def weights_in_numbers(weights: LossWeights) -> Sequence[float]:
     """Return the weights of micro-batches as numbers. For weights on an accelerator, the host waits."""
-    return weights.tolist() if isinstance(weights, Tensor) else weights
+    return weights.double().tolist() if isinstance(weights, Tensor) else weights
 
 
 def counting(name: str, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:

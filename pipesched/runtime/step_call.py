@@ -71,8 +71,11 @@ class StepCall:
 
     def loss(self, step_data: StepData) -> Tensor:
         """Return the mini-batch's loss. Only the process of the last stage can compute this loss."""
-        every = range(len(self.batch.rows))
-        return self.counting.total([used_here(step_data.losses[microbatch]) for microbatch in every])
+        losses = [step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))]
+        for loss in losses:
+            if not loss.is_cpu:
+                used_here(loss)  # a rank's stream has allocated it
+        return self.counting.total(losses)
 
     def outputs(self, step_data: StepData, joins: OutputRows, *, own_loss: bool) -> Any:
         """Return the outputs of the whole mini-batch, or None if this process has no outputs.

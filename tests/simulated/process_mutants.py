@@ -99,8 +99,8 @@ MUTANTS = [
     _mutant(_HOST, "            parcel.ready.synchronize()\n", "", ("one f one b",)),
     _mutant(
         "pipesched/runtime/step_call.py",
-        "[used_here(step_data.losses[microbatch]) for",
-        "[step_data.losses[microbatch] for",
+        "                used_here(loss)  # a rank's stream has allocated it\n",
+        "                pass\n",
         ("steps on streams of their own",),
     ),
 ]
