@@ -124,7 +124,7 @@ class _Pass:
         inputs = books.bytes - begin
         with _Dear() as dear:
             output = layer.run(given, split)
-        self.forward = books.peak - begin
+        self.forward = max(0, books.peak - begin)
         outputs: list[Payload] = list(output) if isinstance(output, PerConsumer) else [output]
         del output
         self.output_bytes = sum(tensor.nbytes for one in outputs for tensor in one.tensors)
@@ -144,12 +144,12 @@ class _Pass:
         self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
         self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
         base = books.bytes - came
-        self.kept = base - begin
+        self.kept = max(0, base - begin)  # garbage may have been collected meanwhile
         books.mark()
         act = layer.stage.input_grad if split else layer.stage.backward
         back = act(0, *grads)
         advance()
-        self.backward = books.peak - base
+        self.backward = max(0, books.peak - base)
         self.backs = [sum(_memories(grad for grad in one if grad is not None).values()) for one in back]
         del grads, back
         layer.release()

@@ -174,7 +174,7 @@ def test_a_tensor_that_only_offloaded_layers_save_is_offloaded_once(split: bool,
 def on_host(stage: Stage) -> int:
     if stage._runner.offloads is None:
         return 0
-    pieces = [one() for own in stage._runner.offloads._pieces.values() for one in own]
+    pieces = [one for own in stage._runner.offloads._pieces.values() for one in own]
     return sum(len(piece.host) for piece in pieces if piece is not None)
 
 

@@ -201,6 +201,7 @@ def test_an_abort_ends_the_waits_of_a_rank(sim):
 
 def test_a_send_is_complete_once_the_host_knows_a_later_time(sim):
     """Before, memory must not be used again, although its bytes have left."""
+    sim.judge.costs = replace(sim.judge.costs, seconds_of={"aten::fill_": 1.0})
     received = threading.Event()
 
     def run(group, device):

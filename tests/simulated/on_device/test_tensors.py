@@ -1,5 +1,7 @@
 """Tensors of a simulated device: aliasing, memory, devices that must not mix, and modules that move."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -59,10 +61,17 @@ def test_new_memory_is_not_a_number():
     assert torch.empty(100, pin_memory=True).isnan().all()
 
 
+def counted_bytes():
+    return torch.accelerator.memory_stats(DEVICE)["allocated_bytes.all.current"]
+
+
 def test_memory_is_counted_in_blocks_for_each_device():
+    gc.collect()  # what earlier tests have left
     torch.accelerator.reset_peak_memory_stats(DEVICE)
     before, elsewhere = torch.accelerator.memory_allocated(DEVICE), torch.accelerator.memory_allocated("sim:1")
+    counted = counted_bytes()
     values = torch.ones(129, device=DEVICE)
+    assert counted_bytes() - counted == 1024
     assert torch.accelerator.memory_allocated(DEVICE) - before == 1024
     more = values + 1
     del values
@@ -73,7 +82,7 @@ def test_memory_is_counted_in_blocks_for_each_device():
     torch.accelerator.reset_peak_memory_stats(DEVICE)
     assert torch.accelerator.max_memory_allocated(DEVICE) == before
     assert torch.accelerator.memory_allocated("sim:1") == elsewhere
-    assert torch.accelerator.memory_stats(DEVICE)["allocated_bytes.all.current"] == before
+    assert counted_bytes() == counted
     assert torch.sim.memory_allocated(DEVICE) == before
     assert torch.accelerator.get_memory_info(DEVICE)[1] == torch.sim.get_device_properties(0).total_memory
 
