@@ -20,13 +20,13 @@ from pipesched.errors import InputError
 from pipesched.tensors.loss_factors import LossWeights
 
 __all__ = [
-    "joined_weights",
-    "weights_in_numbers",
     "LossReduction",
     "counting",
+    "joined_weights",
     "reduces",
     "resolve_loss",
     "stated_reduction",
+    "weights_in_numbers",
 ]
 
 LossReduction = Literal["mean", "sum"]

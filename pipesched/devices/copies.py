@@ -23,7 +23,8 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._to_host: set[torch.Stream] = set()
+        #: For each stream that copies to the host, the event of its last copy; for None, that of values on the host.
+        self._for_host: dict[torch.Stream | None, torch.Event] = {}
 
     @property
     def arrivals(self) -> torch.Stream:
@@ -44,15 +45,20 @@ class DeviceCopies:
         departures = self._stream(tensor.device)
         departures.wait_event(event_on(current_stream(tensor.device)) if ready is None else ready)
         if not is_accelerator(self.device):
-            self._to_host.add(departures)
             with on_stream(departures):
-                return host_copy(tensor)
+                copy = host_copy(tensor)
+            self._for_host[departures] = event_on(departures)
+            return copy
         with on_stream(departures), on_stream(self.arrivals):  # torch makes each of them wait for the other
             copy = tensor.to(self.device, non_blocking=True)
         tensor.record_stream(departures)
         return used_here(copy)
 
     def _from_host(self, tensor: Tensor, ready: torch.Event | None) -> Tensor:
+        if not is_accelerator(self.device):
+            if ready is not None:  # a layer may have copied the tensor to the host without waiting
+                self._for_host[None] = ready
+            return tensor
         if ready is not None:
             self.arrivals.wait_event(ready)
         with on_stream(self.arrivals):
@@ -63,8 +69,8 @@ class DeviceCopies:
         """Make later work on the current stream wait for the copies. On the host, wait for them."""
         if is_accelerator(self.device):
             current_stream(self.device).wait_stream(self.arrivals)
-        while self._to_host:
-            event_on(self._to_host.pop()).synchronize()
+        while self._for_host:
+            self._for_host.popitem()[1].synchronize()
 
     def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:

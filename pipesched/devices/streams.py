@@ -1,6 +1,6 @@
 """Streams: the streams and events of an accelerator. A CPU has none."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
@@ -40,7 +40,7 @@ def streams_here(devices: Iterable[torch.device]) -> list[torch.Stream]:
 
 
 @contextmanager
-def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
+def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
     """A context in which this thread launches operations on these streams, at most one for each device."""
     if not streams:
         yield
@@ -73,8 +73,7 @@ def event_on(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
 
 def events_of_caller(tensors: Iterable[Tensor]) -> dict[torch.device, torch.Event]:
     """Return, for each accelerator that holds some of the tensors, an event on this thread's current stream."""
-    devices = {tensor.device for tensor in tensors}
-    return {device: event_on(current_stream(device)) for device in devices if is_accelerator(device)}
+    return {stream.device: event_on(stream) for stream in streams_here(tensor.device for tensor in tensors)}
 
 
 def synchronize(device: torch.device) -> None:

@@ -154,9 +154,9 @@ def reference_step(
                 total = parts.end(total)
             target_part = batch.targets[microbatch] if batch.targets else None
             loss = run.loss(inputs, target_part, Key(seed, step, microbatch), rule)
-            factor = by_rows if rule is None else rule.factor(by_rows, microbatch, factors, batch.targets)
-            root = scaled(loss, read(factor))
-            run.backward([] if is_known_zero(read(factor)) else [root])
+            factor = read(by_rows if rule is None else rule.factor(by_rows, microbatch, factors, batch.targets))
+            root = scaled(loss, factor)
+            run.backward([] if is_known_zero(factor) else [root])
             total = root.detach() if total is None else total + root.detach()
         norms.after_run(step_data)
         run.deliver()

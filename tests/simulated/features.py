@@ -342,6 +342,14 @@ def host_values_of_a_device_rank(devices: Devices) -> Any:
         return [*(float(pipe.step(batch(step)[0], target=batch(step)[1])) for step in range(2)), *state(model)]
 
 
+@feature
+def host_values_that_a_cpu_rank_takes(devices: Devices) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(HostSums(), AddsSums(), nn.Linear(WIDTH, CLASSES))
+    with pipeline(model, [devices.at(0), "cpu"], optimizer=sgd, boundaries=[1]) as pipe:
+        return [*(float(pipe.step(batch(step)[0], target=batch(step)[1])) for step in range(2)), *state(model)]
+
+
 class Penalised(Block):
     """Adds the mean square of its output to the loss."""
 

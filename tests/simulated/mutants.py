@@ -110,9 +110,9 @@ MUTANTS = [
     ),
     Mutant(
         _COPIES,
-        "            event_on(self._to_host.pop()).synchronize()\n",
-        "            self._to_host.pop()\n",
-        ("cpu beside devices",),
+        "            self._for_host.popitem()[1].synchronize()\n",
+        "            self._for_host.popitem()\n",
+        ("cpu beside devices", "host values that a cpu rank takes"),
     ),
     Mutant(
         _COPIES,

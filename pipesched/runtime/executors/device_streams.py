@@ -165,7 +165,7 @@ def _brought(message: DeviceMessage, copies: DeviceCopies) -> Any:
     starts: list[Tensor] = []
 
     def bring(tensor: Tensor) -> Tensor:
-        if tensor.device == copies.device:
+        if tensor.device == copies.device and not tensor.is_cpu:
             return used_here(tensor)
         starts.append(copies.start(tensor, message.ready))
         return starts[-1]

@@ -37,7 +37,7 @@ class InputCopies:
             return tensor  # a placeholder: this stage does not use the value
         own = tensor.data
         if own.device != self.device:
-            return own if own.is_cpu and self.device.type == "cpu" else self._copied(own)  # cpu:1 is the CPU, too
+            return self._copied(own)
         return own if own.is_cpu else used_here(own)
 
     def value_on_device(self, value: Any) -> Any:
