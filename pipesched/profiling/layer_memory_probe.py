@@ -1,6 +1,8 @@
 """Layer memory probe: measures the exact memory needs of a layer by running the layer under a memory tracker."""
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +52,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
-    with books.watching():
+    with books.watching(), _collector_paused():
         first, whole = (_Pass(layer, arrived, books, split=False) for _ in range(2))  # the first allocates gradients
         split = _Pass(layer, arrived, books, split=True)
     trained = [weight for weight in layer.weights if weight.grad is not None]
@@ -78,6 +80,18 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
         weight_grad_transient_bytes=split.delivery,
     )
     return Sizes(memory, tuple(whole.gives), tuple(whole.backs))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from freeing older memory, which would count as memory that the layer frees."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Notes:
@@ -144,7 +158,7 @@ class _Pass:
         self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
         self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
         base = books.bytes - came
-        self.kept = max(0, base - begin)  # garbage may have been collected meanwhile
+        self.kept = max(0, base - begin)  # layers can free earlier garbage
         books.mark()
         act = layer.stage.input_grad if split else layer.stage.backward
         back = act(0, *grads)
@@ -162,10 +176,10 @@ class _Pass:
             self.left_input = sum(size for memory, size in used.items() if memory in own)
             self.left_grad = sum(_memories(product.grad for product in products if product.grad is not None).values())
             del products
-            self.left = left - begin
+            self.left = max(0, left - begin)
             books.mark()
             layer.stage.weight_grad(0)
-            self.delivery = books.peak - left
+            self.delivery = max(0, books.peak - left)
 
     def _given(self, outputs: list[Payload]) -> MessageSizes:
         """Remove and free the first output. Returns the sizes of the message that would carry this output."""

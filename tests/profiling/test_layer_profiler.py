@@ -1,7 +1,9 @@
 """Costs of layers: exact sizes, and the order of times. No test depends on how long anything takes."""
 
+import gc
 import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +75,16 @@ def test_transient_memory_is_counted_without_what_is_kept():
     assert second.forward_transient_bytes == outputs
     assert second.backward_transient_bytes == outputs + inputs + weights  # gradients; those of the weights are added
     assert second.first_backward_transient_bytes == second.backward_transient_bytes  # here they become .grad
+
+
+def test_no_garbage_is_collected_while_memory_is_measured():
+    """Garbage that is older than the measurement would count as memory that the layer frees."""
+    collects: SimpleQueue[bool] = SimpleQueue()  # the profiler resets lists and sets to what they were
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_forward_hook(lambda *_: collects.put(gc.isenabled()))
+    measure(model, torch.ones(2, 4))
+    assert {collects.get() for _ in range(collects.qsize())} == {False, True}
+    assert gc.isenabled()
 
 
 def test_what_a_layer_keeps_for_its_backward():

@@ -35,8 +35,8 @@ def makes() -> None:
 
 
 def tunes() -> None:
-    """One micro-batch gains nothing from several devices, whatever is measured."""
-    pipesched.tune(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), X, devices=["cpu"] * 2, **ONE)
+    """One micro-batch gains nothing from several devices, whatever the measured times of its layers are."""
+    pipesched.tune(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), X, devices=["cpu"] * 2, confirm=0, **ONE)
 
 
 @pytest.mark.parametrize("call", [makes, tunes])
