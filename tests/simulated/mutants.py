@@ -122,12 +122,6 @@ MUTANTS = [
     ),
     Mutant(
         _INPUTS,
-        "        return own if own.is_cpu else used_here(own)\n",
-        "        return own\n",
-        ("batch on the first device", "asynchronous batch on the first device"),
-    ),
-    Mutant(
-        _INPUTS,
         "            self.step_data.copies[self] = event_on(self._copies.arrivals)\n",
         "            pass\n",
         ("batch in pinned memory that is refilled",),

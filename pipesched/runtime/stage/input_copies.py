@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipesched.devices.copies import DeviceCopies
-from pipesched.devices.streams import event_on, used_here
+from pipesched.devices.streams import event_on
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.payload import Payload
 
@@ -35,10 +35,8 @@ class InputCopies:
         """
         if tensor.is_meta:
             return tensor  # a placeholder: this stage does not use the value
-        own = tensor.data
-        if own.device != self.device:
-            return self._copied(own)
-        return own if own.is_cpu else used_here(own)
+        own = tensor.data  # its memory stays: the caller's streams wait for a step before its batch can be freed
+        return own if own.device == self.device else self._copied(own)
 
     def value_on_device(self, value: Any) -> Any:
         """Like `tensor_on_device`, for all tensors of a value."""
