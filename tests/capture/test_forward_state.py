@@ -574,6 +574,7 @@ def in_own(add: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("where", [in_layers, in_own])
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
@@ -636,6 +637,7 @@ def train(group: places.Group, name: str, schedule: str, checkpoint: CheckpointM
         assert output is None or torch.equal(output, due)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("zb-h1", "never")])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_models_whose_forward_changes_state_train_over_two_processes_as_the_loop(

@@ -50,6 +50,7 @@ def same_gradients(pipe: Pipeline, plain: nn.Module) -> None:
         assert own.grad is None or torch.equal(own.grad, other), name
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "gpipe", "zb-v"])
 @pytest.mark.parametrize("kind", BY_INPUT)
 def test_branches_on_inputs(kind: type[Text], schedule: str) -> None:
@@ -71,6 +72,7 @@ def test_recomputed_stages_take_the_branch_of_their_forward(kind: type[Text]) ->
         trained_alike(pipe, model_of(kind), [batch_of(padding) for padding in MIXED])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("kind", BY_CHANCE)
 def test_skipped_layers_are_drawn_like_in_the_plain_loop(kind: type[Text], schedule: str) -> None:
@@ -117,6 +119,7 @@ def over_ranks(group: places.Group, kind: type[Text], inputs: str, schedule: str
             torch.testing.assert_close(loss, sum(plain.eval()(*part) * 0.25 for part in parts))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("kind", [*BY_INPUT, *BY_CHANCE])
 def test_ranks_agree_on_paths(ranks: Any, kind: type[Text], inputs: str) -> None:

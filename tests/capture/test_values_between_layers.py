@@ -65,6 +65,7 @@ def by_hand(self: Any, x: Tensor, lengths: Tensor) -> PackedSequence:
     return PackedSequence(packed.data.tanh(), *packed[1:])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("pack", [padded, sorted_if_possible, listed, by_hand])
 def test_packed_sequences(pack: Callable[[Any, Tensor, Tensor], PackedSequence], stages: int) -> None:
@@ -179,6 +180,7 @@ class Made(Nested):
         return self.head(torch.stack([row.mean(0) for row in nested.unbind()]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("kind", [Nested, Made])
 def test_jagged_tensors(kind: Callable[[], nn.Module], stages: int) -> None:

@@ -181,6 +181,7 @@ def test_losses_of_values_add_up_to_that_of_the_batch(name: str) -> None:
     check(OF_VALUES[name], VALUES)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -211,6 +211,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, **self.settings)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(

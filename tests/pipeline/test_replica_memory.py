@@ -9,7 +9,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [
