@@ -184,6 +184,7 @@ def test_a_table_that_a_layer_makes_in_its_first_forward(kind: type[Table], how:
     check(lambda: nn.Sequential(*(kind() for _ in range(4))), FLOATS, **HOW[how])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", TABLES)
 def test_stages_that_call_one_layer_each_make_its_table(kind: type[Table]) -> None:
     check(lambda: Calls(kind(), 0, 2, 5), FLOATS, stages=4)
@@ -251,6 +252,7 @@ class Grows(nn.Module):
         return self.linear(x) * self.cosines[: x.shape[1]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("length", [0, 2, 4])
 @pytest.mark.parametrize("at", [(1,), (0, 5)], ids=["once", "twice"])
 def test_a_table_that_grows_with_longer_sequences(length: int, at: tuple[int, ...]) -> None:
@@ -313,6 +315,7 @@ class Between(Calls):
         return x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_that_the_code_between_layers_makes(kind: type[Table], how: str) -> None:

@@ -59,12 +59,14 @@ def test_branches_on_inputs(kind: type[Text], schedule: str) -> None:
         trained_alike(pipe, model_of(kind), [batch_of(padding) for padding in MIXED])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [kind for kind in BY_INPUT if kind is not Exits])
 def test_the_sample_may_take_either_branch(kind: type[Text]) -> None:
     with Pipeline(model_of(kind), sample_of(3), devices=["cpu"] * 3, schedule="1f1b", **OPTIONS) as pipe:
         trained_alike(pipe, model_of(kind), [batch_of(padding) for padding in MIXED])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [*BY_INPUT, *BY_CHANCE])
 def test_recomputed_stages_take_the_branch_of_their_forward(kind: type[Text]) -> None:
     options = {"schedule": "1f1b", "checkpoint": "always", **OPTIONS}

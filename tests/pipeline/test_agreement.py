@@ -9,6 +9,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "named"),
     [

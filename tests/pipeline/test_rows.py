@@ -126,6 +126,7 @@ FORMS: dict[str, Callable[[list[float]], Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_values_with_one_entry_a_row_are_split_with_the_rows(form: str, by_keyword: bool) -> None:
@@ -143,6 +144,7 @@ def test_values_with_one_entry_a_row_are_split_with_the_rows(form: str, by_keywo
     assert_gradients_as(model, looped)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_targets_with_one_entry_a_row_are_split_with_the_rows(form: str) -> None:
     def loss_fn(output: Tensor, target: Any) -> Tensor:
@@ -497,6 +499,7 @@ class Encoder(nn.Module):
         return {"sequence": sequence, "nested": (state, [flat, load]), "gram": flat[: len(x)] @ flat[: len(x)].t()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize(("layers", "experts"), [(2, 3), (2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("differentiable", [False, True])

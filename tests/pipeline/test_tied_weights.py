@@ -163,6 +163,7 @@ def test_evaluate_and_forward(name):
             torch.testing.assert_close(pipe(X), expected(X))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_open_passes_go_backward_together(name, mode):
