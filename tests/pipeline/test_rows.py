@@ -175,6 +175,7 @@ class Kernels(nn.Module):
         return made
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("factors", [[0.5, 0.25, 2.0], (0.5, 0.25, 2.0), np.array([0.5, 0.25, 2.0])])
 def test_a_list_of_settings_goes_to_each_microbatch_also_if_a_last_batch_has_as_many_rows(factors: Any) -> None:
     model = Kernels()
@@ -206,6 +207,7 @@ def test_two_tensors_are_two_arguments_also_in_a_batch_of_two_rows() -> None:
                 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("sample", "given", "length"),
     [
@@ -441,6 +443,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("time", "columns", "sample"), [(6, 8, 2), (35, 12, 3), (9, 8, 1), (6, 16, 2)])
 def test_time_first_is_refused_until_split_dims_says_so(time: int, columns: int, sample: int) -> None:
     torch.manual_seed(0)
