@@ -41,7 +41,7 @@ def test_user_code_in_one_process(seeds: list[int]) -> None:
     assert {seed: outcome for seed, outcome in found.items() if outcome.word not in PASSES} == {}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seeds", blocks(OVER_RANKS), ids=str)
 def test_user_code_over_two_ranks(ranks: Ranks, seeds: list[int]) -> None:
