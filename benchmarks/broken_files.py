@@ -135,7 +135,7 @@ def _read_profile(path: Path) -> None:
         costs = profile.costs([names[:1], names[1:]] if names[1:] else [names], rows)
         _numbers_hold(costs.to_dict())
     simulate(schedules.get("1f1b").program(costs.num_stages, 4), costs)
-    plan = pipesched.tune(profile, num_ranks=2, batch_size=8)
+    plan = pipesched.tune(profile, num_ranks=2, batch_size=8, effort=30_000)
     _numbers_hold([alternative.to_dict() for alternative in plan.alternatives])
 
 

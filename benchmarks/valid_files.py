@@ -98,7 +98,7 @@ def profile() -> Profile:
 @cache
 def plans() -> list[str | bytes]:
     """Return plans as JSON: one from a search, and some written by hand."""
-    made = pipesched.tune(profile(), num_ranks=2, batch_size=8, memory_limit_bytes=100_000)
+    made = pipesched.tune(profile(), num_ranks=2, batch_size=8, memory_limit_bytes=100_000, effort=30_000)
     interleaved = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=2)
     stages = (("a", "b"), ("c",), ("d",), ("e",))
     plans = [

@@ -15,11 +15,13 @@ from tests.support import places
 from tests.support.case_selection import spread
 from tests.support.models import every_product_deferred  # noqa: F401
 from tests.support.quick_measurements import measure_quickly, thorough  # noqa: F401
+from tests.support.quick_searches import search_quickly, whole_searches  # noqa: F401
 from tests.support.rank_processes import Ranks
 
 settings.register_profile("same", derandomize=True, deadline=None)  # every run draws the same examples
 settings.load_profile("same")
 measure_quickly()
+search_quickly()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -184,6 +184,7 @@ def test_a_table_that_a_layer_makes_in_its_first_forward(kind: type[Table], how:
     check(lambda: nn.Sequential(*(kind() for _ in range(4))), FLOATS, **HOW[how])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", TABLES)
 def test_stages_that_call_one_layer_each_make_its_table(kind: type[Table]) -> None:
     check(lambda: Calls(kind(), 0, 2, 5), FLOATS, stages=4)
@@ -251,6 +252,7 @@ class Grows(nn.Module):
         return self.linear(x) * self.cosines[: x.shape[1]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("length", [0, 2, 4])
 @pytest.mark.parametrize("at", [(1,), (0, 5)], ids=["once", "twice"])
 def test_a_table_that_grows_with_longer_sequences(length: int, at: tuple[int, ...]) -> None:
@@ -313,6 +315,7 @@ class Between(Calls):
         return x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_that_the_code_between_layers_makes(kind: type[Table], how: str) -> None:
@@ -574,6 +577,7 @@ def in_own(add: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("where", [in_layers, in_own])
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
@@ -636,6 +640,7 @@ def train(group: places.Group, name: str, schedule: str, checkpoint: CheckpointM
         assert output is None or torch.equal(output, due)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("zb-h1", "never")])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_models_whose_forward_changes_state_train_over_two_processes_as_the_loop(

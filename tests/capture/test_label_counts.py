@@ -113,6 +113,7 @@ def sample(how: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), {"text": text(rows), "labels": labels}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("columns", [3, 700])
@@ -188,6 +189,7 @@ OWN_LOSSES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OWN_LOSSES)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("mode", ["tensor", "dict"])

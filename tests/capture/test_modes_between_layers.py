@@ -109,6 +109,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_layers_in_other_modes(kind: type[nn.Module], stages: int) -> None:

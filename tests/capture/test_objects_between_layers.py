@@ -110,6 +110,7 @@ class Masked(nn.Module):
         return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [2, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_exchange_objects_with_tensors(kind: Callable[[Any, Any], Any], stages: int) -> None:
@@ -177,6 +178,7 @@ class Reported(nn.Module):
         return x * self.use(value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", RETURNED)
 def test_plain_values_that_a_layer_returns_are_those_of_the_batch(kind: str) -> None:
     check(functools.partial(Reported, *RETURNED[kind]), FLOATS, LENGTHS, schedules=["1f1b"])

@@ -57,6 +57,7 @@ def twins(make: Any) -> tuple[nn.Module, nn.Module]:
     return model, plain
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("marks", ["layer", "code"])
 @pytest.mark.parametrize("reads", ["layer", "code"])
 @pytest.mark.parametrize("boundaries", [None, ["layers.1", "layers.3"]])

@@ -332,6 +332,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CODES)
 def test_a_write_reaches_every_stage(name: str) -> None:
     model = type(name, (Writes,), {"forward": CODES[name]})

@@ -56,6 +56,7 @@ class Balances(nn.Linear):
 # ---- pipelines that are right --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
 @pytest.mark.parametrize(
     ("options", "compared"),

@@ -129,6 +129,7 @@ def stage_of_blocks(
     stage.end(False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("again", "own"),
@@ -148,6 +149,7 @@ def test_a_recomputed_layer_keeps_only_its_input(split: bool, again: list[int], 
         assert not live.held
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("going", "left"),

@@ -126,6 +126,7 @@ def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(loss_fn):
         check(compare(wide, schedule, loss_fn=loss_fn, search=Search(profile=profile)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loss_fn",
     [

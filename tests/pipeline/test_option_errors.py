@@ -97,6 +97,7 @@ def test_an_option_of_the_numbers_that_is_not_taken(option, name):
     strange_refused(lambda **given: make(numerics=Numerics(**given)), **{option: STRANGE[name]})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("option", "name"), cases(DISTRIBUTED))
 def test_an_option_of_processes_that_is_not_taken(option, name):
     strange_refused(lambda **given: make(distributed=Distributed(**given)), **{option: STRANGE[name]})
@@ -452,6 +453,7 @@ class Named(Keyed):
         return self.layers(x) if mask is None else self.layers(x) * mask
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["step", "evaluate", "forward"])
 @pytest.mark.parametrize(
     ("model", "sample", "args", "kwargs", "own", "given", "why"),

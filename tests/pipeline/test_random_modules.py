@@ -75,6 +75,7 @@ def assert_equal_bits(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_draws_the_same_in_every_plan(name):
     """Whatever the number of stages, the boundaries, the schedule and checkpointing."""
@@ -90,6 +91,7 @@ def test_a_module_draws_the_same_in_every_plan(name):
         assert_equal_bits(run(copy.deepcopy(model), boundaries, **choices), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_draws_otherwise_in_another_step_and_with_another_seed(name):
     model = model_with(MODULES[name])
@@ -99,6 +101,7 @@ def test_a_module_draws_otherwise_in_another_step_and_with_another_seed(name):
     assert not torch.equal(first, other)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_step_leaves_the_default_generator_as_it_was(name):
     model = model_with(MODULES[name])
@@ -211,6 +214,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, **self.settings)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
@@ -228,6 +232,7 @@ def test_a_draw_in_a_users_own_recomputation_is_a_clear_error(random, reentrant,
         assert any("rank 1" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     "quiet",

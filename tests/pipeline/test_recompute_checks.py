@@ -140,6 +140,7 @@ def check(pipe: Pipeline, ours: nn.Module, plain: nn.Module) -> None:
         assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
 @pytest.mark.parametrize("word", ["recompute", "recompute-cheap", "always"])
 @pytest.mark.parametrize("name", [*BAD, *GOOD])
@@ -342,6 +343,7 @@ def refusals(layers: nn.Module) -> dict[str, list[str]]:
     return dict(graph.nodes(data="refuses"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
 @pytest.mark.parametrize("name", [*BAD, *GOOD])
 def test_a_search_knows_which_layers_are_refused(name: str) -> None:

@@ -38,6 +38,7 @@ def test_losses_gradients_and_weights_are_those_of_one_loop(ranks: Ranks, cases:
     assert ranks.run(4, tree.differing, cases) == [[[]] * len(cases)] * 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("count", [6, 8])
 def test_ranks_of_one_process_give_the_bits_of_the_loop(schedule: str, count: int):

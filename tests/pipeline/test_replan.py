@@ -191,6 +191,7 @@ def broken(params: list[Any]) -> torch.optim.Optimizer:
     raise OSError("no optimizer today")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("why", ["the optimizer", "the layers", "the plan", "the devices"])
 def test_a_plan_that_fails_leaves_the_old_one_running(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, actual = mixed_model(), mixed_model()

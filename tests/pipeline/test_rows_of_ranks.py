@@ -60,6 +60,7 @@ def test_in_one_process_the_loop_is_a_loop_over_the_loader() -> None:
             next(pipe.batches())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("zero", "replicas"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_weight_decay_by_name(ranks: Ranks, zero: int, replicas: int) -> None:
     ranks.run(2 * replicas, jobs.decays, zero, replicas)

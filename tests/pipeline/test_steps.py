@@ -48,6 +48,7 @@ def test_batch_size_and_shape_may_change_from_step_to_step():
     assert seen == [(2, 2, 5)] * 2 + [(1, 2, 9)] * 2 + [(2, 2, 7), (1, 2, 7)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", synchronous_names())
 def test_loss_and_gradients_are_those_of_the_bare_model_on_the_whole_batch(schedule):
     """Loss and gradients are those of the bare model on the whole batch."""
@@ -80,6 +81,7 @@ def test_gradients_add_up_over_steps_as_over_backwards():
     torch.testing.assert_close(grads(model), {name: 2 * grad for name, grad in once.items()})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -57,7 +57,7 @@ def test_a_pipeline_runs_the_plan_that_is_found_with_the_loops_bits(tmp_path):
     own, other = model(), copy.deepcopy(model())
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     known = replace(profiled(own, x[:2], heavy=[10]), machine=Machine(threads=Overheads()))  # whatever runs this test
-    with made(own, known) as pipe:
+    with made(own, known, search=Search(effort=60_000)) as pipe:
         plan = pipe.plan
         assert plan.alternatives[0].step_s < min(a.step_s for a in plan.alternatives if a.label == "equal split")
         assert plan.alternatives[0].note == ""
@@ -67,7 +67,7 @@ def test_a_pipeline_runs_the_plan_that_is_found_with_the_loops_bits(tmp_path):
     assert torch.equal(loss, expected)
     for p, q in zip(own.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-    found = pipesched.tune(known, num_ranks=4, batch_size=32, num_microbatches=16)
+    found = pipesched.tune(known, num_ranks=4, batch_size=32, num_microbatches=16, effort=60_000)
     assert (found.schedule, found.stages) == (plan.schedule, plan.stages)
     found.save(tmp_path / "plan.json")
     with Pipeline(model(), x[:2], loss_fn=mse, devices=["cpu"] * 4, plan=Plan.load(tmp_path / "plan.json")) as pipe:
@@ -134,6 +134,7 @@ def test_options_of_the_search_are_refused_before_the_layers_are_measured(monkey
         pipesched.tune(model(), torch.randn(8, 8), num_ranks=2, batch_size=32, **options)
 
 
+@pytest.mark.usefixtures("whole_searches")
 def test_searches_between_trial_runs_take_less_effort(monkeypatch):
     from pipesched.pipeline import tune as tuning
 
@@ -261,6 +262,7 @@ def test_baselines_are_held_against_what_was_asked():
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seconds", [(1.0, 0.3), (1.0, 0.9), (0.3, 1.0)])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_no_schedule_is_left_out_that_would_have_been_faster(seconds, count):

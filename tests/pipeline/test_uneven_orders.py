@@ -39,11 +39,13 @@ def test_steps_in_one_process_are_bit_identical_and_search_once_for_similar_size
     assert seen == [*SEEN, ("searched, measured", 3)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 def test_ranks_find_the_same_order(ranks: Ranks, inputs: str) -> None:
     assert ranks.run(2, jobs.trains, inputs) == [[*SEEN, ("searched, measured", 3)]] * 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 def test_replicas_with_other_lengths_run_one_order(ranks: Ranks, inputs: str) -> None:
     found = ranks.run(4, jobs.replicas, inputs)

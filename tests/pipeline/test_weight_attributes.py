@@ -95,6 +95,7 @@ def check(model: nn.Module, loss: Tensor, make: Any) -> None:
     torch.testing.assert_close([one.grad for one in model.parameters()], grads)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [chain, tied, Blocks, with_buffer])
 @pytest.mark.parametrize(
     "options",

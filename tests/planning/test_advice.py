@@ -35,8 +35,8 @@ SLOW = Links(inside=Link(1e-4, 0.01e9))
 #: For each cause: a table, and the arguments of tune_profile.
 PLANTED: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "compute": (layers(8), {"num_ranks": 4, "batch_size": 256, "links": FAST}),
-    "messages": (layers(8), {"num_ranks": 4, "batch_size": 64, "links": SLOW, "all_ranks": True}),
-    "memory": (layers(8), {"num_ranks": 4, "batch_size": 64, "links": FAST, "memory_limit_bytes": "250MB"}),
+    "messages": (layers(8), {"num_ranks": 4, "batch_size": 64, "links": SLOW, "all_ranks": True, "effort": 150_000}),
+    "memory": (layers(8), {"num_ranks": 4, "batch_size": 48, "links": FAST, "memory_limit_bytes": "250MB"}),
     "ranks": (heavy(3, 12), {"num_ranks": 8, "batch_size": 128, "links": FAST, "all_ranks": True}),
     "balance": (heavy(3, 5), {"num_ranks": 3, "batch_size": 128, "links": FAST}),
     "micro-batches": (layers(16), {"num_ranks": 8, "batch_size": 16, "links": FAST, "all_ranks": True}),
@@ -56,7 +56,7 @@ def planned(cause: str, **changes: Any) -> Plan:
     """Plan a case with a planted cause, with changed arguments."""
     table, options = PLANTED[cause]
     profile = Profile.from_table(table, rows=4)
-    return tune_profile(**{"profile": profile, "effort": 300_000, **options, **changes})
+    return tune_profile(**{"profile": profile, "effort": 60_000, **options, **changes})
 
 
 @pytest.mark.parametrize("cause", PLANTED)
@@ -74,12 +74,12 @@ def test_a_plan_names_what_binds_it_and_a_next_step_that_removes_it(cause: str) 
     assert followed.program.num_ranks < plan.program.num_ranks if cause == "ranks" else step.saving > 0.1
 
 
-@pytest.mark.parametrize("posted", ["x", -1, 1.5, None, True])
-def test_a_saved_plan_with_a_wrong_number_of_posted_receives_is_refused(posted: Any) -> None:
+def test_a_saved_plan_with_a_wrong_number_of_posted_receives_is_refused() -> None:
     saved = planned("ranks").to_dict()
     assert saved["posted"] == 4
-    with pytest.raises(ScheduleError, match="posted must be a whole number"):
-        Plan.from_dict({**saved, "posted": posted})
+    for posted in ("x", -1, 1.5, None, True):
+        with pytest.raises(ScheduleError, match="posted must be a whole number"):
+            Plan.from_dict({**saved, "posted": posted})
 
 
 def reached(step: NextStep, plan: Plan) -> bool:

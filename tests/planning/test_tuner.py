@@ -51,6 +51,7 @@ def exhaustive(asked, chunks=(1, 2)):
     return min(steps)
 
 
+@pytest.mark.usefixtures("whole_searches")
 @pytest.mark.parametrize("times", [TIMES, [1.0] * 6, [6.0, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 8], [5.0, 1, 4, 2, 3]])
 def test_the_plan_is_within_one_percent_of_the_best_of_all_schedules_and_cuts(times):
     asked = search(times)
@@ -59,7 +60,7 @@ def test_the_plan_is_within_one_percent_of_the_best_of_all_schedules_and_cuts(ti
 
 def test_a_candidate_with_a_slow_first_cut_can_become_the_fastest():
     """Light and heavy layers in turn, and a heavy last one: as smallest bottlenecks cut them zb-h2 is ahead."""
-    plan = find_plan(search([0.1] + [1.2, 2.1] * 8 + [5.0], 4, (4,)))
+    plan = find_plan(search([0.1] + [1.2, 2.1] * 8 + [5.0], 4, (4,), effort=600_000))
     known = {each.label: each.step_s for each in plan.alternatives}
     assert plan.predicted().makespan_s <= known["interleaved-zb, 2 chunks"] <= 115 < known["zb-h2"]
 
@@ -191,6 +192,8 @@ def test_a_limit_is_kept_and_costs_time():
     assert tight.alternatives[0].fits
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.usefixtures("whole_searches")
 @pytest.mark.parametrize(("seed", "ranks"), [(11, 3), (12, 3), (17, 4)])
 def test_under_a_limit_that_equal_layers_keep_the_plan_is_at_least_as_fast(seed, ranks):
     """The layers have very different weights, and interleaved 1F1B needs the whole limit."""
@@ -242,7 +245,7 @@ def test_a_limit_that_nobody_keeps_says_what_would_help():
         find_plan(replace(asked, num_ranks=ranks - 1, memory_limit_bytes=limit[1:]))
 
 
-SMALL = 200_000  # the effort of a pipeline that plans for itself
+LARGE, SMALL = 200_000, 20_000
 
 
 def test_a_small_effort_does_not_make_a_limit_one_that_nobody_keeps():
@@ -259,9 +262,9 @@ def test_a_small_effort_does_not_make_a_limit_one_that_nobody_keeps():
     checkpoint=st.sampled_from([None, "never", "always"]),
 )
 def test_what_fits_with_a_large_effort_fits_with_a_small_one(times, limit, ranks_are, checkpoint):
-    asked = search(times, counts=(2, 8), ranks_are=ranks_are, checkpoint=checkpoint, memory_limit_bytes=(limit,) * 2)
+    asked = search(times, counts=(2, 4), ranks_are=ranks_are, checkpoint=checkpoint, memory_limit_bytes=(limit,) * 2)
     try:
-        find_plan(asked)
+        find_plan(replace(asked, effort=LARGE))
     except MemoryLimitError:
         with pytest.raises(MemoryLimitError, match="the smallest limit for a plan is"):
             find_plan(replace(asked, effort=SMALL))
@@ -281,7 +284,7 @@ def test_the_least_limit_that_an_error_names_is_enough_and_the_same_whatever_the
     times, heavy, ranks, schedule, checkpoint
 ):
     wished = None if schedule is None else schedules.get(schedule)
-    asked = search(times, ranks, (2, 8), {"activation_bytes": heavy}, schedule=wished, checkpoint=checkpoint)
+    asked = search(times, ranks, (2, 4), {"activation_bytes": heavy}, schedule=wished, checkpoint=checkpoint)
     asked = replace(asked, effort=SMALL)
     with pytest.raises(MemoryLimitError) as caught:
         find_plan(replace(asked, memory_limit_bytes=(100,) * ranks))
@@ -310,7 +313,7 @@ def test_a_layer_that_fits_nowhere_is_named():
 
 
 def test_without_recomputation_the_error_names_it():
-    asked = search([1.0] * 8, 2, (8,), HEAVY, checkpoint="never")
+    asked = search([1.0] * 8, 2, (8,), HEAVY, checkpoint="never", effort=300_000)
     limit = max(peaks(find_plan(replace(asked, checkpoint="always"))))
     with pytest.raises(
         MemoryLimitError, match=r"more than the given limit; the given limit is enough with checkpoint='always'; "

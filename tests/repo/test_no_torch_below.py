@@ -61,12 +61,13 @@ os.chdir({str(tmp_path)!r})
 row = {{"forward_ms": 9, "backward_ms": 18, "parameter_bytes": 4e6, "output_bytes": 1e5, "activation_bytes": 3e6}}
 profile = pipesched.Profile.from_table([{{"name": f"block{{at}}"}} | row for at in range(4)], rows=4)
 profile.to_table("layers.csv")
-plan = pipesched.tune_profile(profile, num_ranks=2, batch_size=16, memory_limit_bytes="80MB")
+plan = pipesched.tune_profile(profile, num_ranks=2, batch_size=16, memory_limit_bytes="80MB", effort=10_000)
 assert plan.explain()
 plan.save("plan.json")
 pipesched.Report(pipesched.Plan.load("plan.json")).save("plan.html")
 files = ["-o", "other.json", "-o", "other.png", "-o", "other.html"]
-main(["tune", "--table", "layers.csv", "--batch", "16", "--ranks", "2", *files], standalone_mode=False)
+asked = ["--batch", "16", "--ranks", "2", "--effort", "10000"]
+main(["tune", "--table", "layers.csv", *asked, *files], standalone_mode=False)
 print(*sorted(os.listdir()))
 """
     assert run(code)[-6:] == ["layers.csv", "other.html", "other.json", "other.png", "plan.html", "plan.json"]

@@ -70,6 +70,7 @@ def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
             assert all(a.end_s <= b.start_s for a, b in pairwise(row))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", schedules.names())
 def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
     program = schedules.get(name).program(fitting(name, 3), 6)
@@ -97,6 +98,7 @@ def test_fake_updates_follow_each_other() -> None:
         stage.update(2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", schedules.names())
 def test_the_virtual_clock_agrees_with_the_simulator(name: str) -> None:
     program = schedules.get(name).program(4, 6)
@@ -158,6 +160,7 @@ class Fails(nn.Module):
         raise ZeroDivisionError("a layer's own error")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", [*KINDS, "chimera"])
 @pytest.mark.parametrize("position", [1, 4, 7])

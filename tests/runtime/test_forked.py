@@ -58,6 +58,7 @@ def test_using_the_pipeline_in_a_forked_child_is_an_error(schedule: str) -> None
         pipe.step(X, target=Y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_using_the_pipeline_in_a_process_of_a_data_loader_is_an_error(schedule: str) -> None:
     class Rows(Dataset):

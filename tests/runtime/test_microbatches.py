@@ -222,6 +222,7 @@ def test_padded_tokens_do_not_count(schedule):
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3, 7, 8])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_ragged_batches_give_the_gradient_of_the_whole_batch(rows, reduction):

@@ -68,6 +68,7 @@ def test_measuring_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
     assert ranks.run(2, jobs.measures_for_long, "ends") == ["nothing", "nothing"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["hangs", "spins"])
 def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks, how: str) -> None:
     _, other = ranks.run(2, jobs.measures_for_long, how)

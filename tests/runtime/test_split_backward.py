@@ -176,6 +176,7 @@ def run(case: str, split: bool, checkpointed: bool = False) -> tuple[dict[str, T
     return gradients(module), [grad for grads in sent for grad in grads]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -186,6 +187,7 @@ def test_split_equals_whole_to_the_bit(case: str, checkpointed: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(inputs, whole_inputs, strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("case", CASES)
 def test_weight_gradients_are_deferred_to_w_if_that_pays(case: str) -> None:

@@ -170,6 +170,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_is_wrong_is_refused_before_any_weight_changes(name: str, tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))

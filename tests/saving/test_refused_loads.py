@@ -143,6 +143,7 @@ def refused(run: Run, folder: Path, kind: type[Exception] = PipeschedError, matc
     assert run.state == before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_that_is_wrong_and_signed_is_refused(saved: Any, name: str) -> None:
     run, folder = saved
@@ -176,6 +177,7 @@ VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", VALUES)
 def test_values_that_are_wrong_and_signed_are_refused(saved: Any, name: str) -> None:
     run, folder = saved

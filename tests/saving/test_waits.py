@@ -10,6 +10,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_finish_writing_is_named_and_saves_go_on_later(
@@ -42,6 +43,7 @@ def test_a_rank_that_makes_progress_may_take_longer_than_the_timeout(ranks: Rank
     ranks.run(2, jobs.slow, str(tmp_path))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_with_the_full_disk_is_named(ranks: Ranks, tmp_path: Path, rank: int, background: bool) -> None:

@@ -4,6 +4,7 @@ For each part, a forked process hides the part, imports pipesched and uses it. T
 part, how an import of all modules, a plain step, and code that needs the part ended: "" or an error.
 """
 
+import gc
 import importlib
 import inspect
 import json
@@ -15,10 +16,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import click  # noqa: F401  # like slow_imports, imported once for all processes
+import networkx  # noqa: F401
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+
+from tests.support import slow_imports  # noqa: F401
 
 X = torch.ones(4, 8)
 
@@ -135,7 +140,8 @@ def offload() -> None:
 def differentiate() -> None:
     import pipesched
 
-    with pipesched.Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), X[:2], devices=["cpu"] * 2) as pipe:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pipesched.Pipeline(model, X[:2], devices=["cpu"] * 2, schedule="1f1b") as pipe:
         pipe(X).sum().backward()
 
 
@@ -214,6 +220,7 @@ def tried(name: str) -> list[str]:
 
 
 def main() -> None:
+    gc.disable()  # a collection would scan all of torch in each process
     for name in PARTS:
         if os.fork() == 0:
             try:

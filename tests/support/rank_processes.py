@@ -16,11 +16,17 @@ import torch
 from torch import distributed
 
 from tests.support.quick_measurements import measure_quickly
+from tests.support.quick_searches import search_quickly
 
 MINUTE = datetime.timedelta(seconds=60)
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["tests.support.slow_imports", "tests.support.quick_measurements", "tests.support.jobs.peer"]
+    [
+        "tests.support.slow_imports",
+        "tests.support.quick_measurements",
+        "tests.support.quick_searches",
+        "tests.support.jobs.peer",
+    ]
 )
 
 
@@ -98,6 +104,7 @@ def _over_gloo(rank: int) -> str:
 def _serve(pipe: Any, rank: int, count: int, port: int, begin: Callable[[int], str]) -> None:
     gc.freeze()  # garbage collection would write to the imported objects, and so copy the memory pages that ranks share
     measure_quickly()
+    search_quickly()
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
     distributed.init_process_group(begin(rank), store=store, rank=rank, world_size=count, timeout=MINUTE)

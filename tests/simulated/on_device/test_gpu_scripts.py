@@ -10,13 +10,13 @@ import pytest
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "line",
     [
-        "gpu.py --only steps devices",
         "gpu_memory.py",
+        "gpu.py --only steps devices",
         "gpu_tune.py --ranks 2 --seconds 5",
         "gpu_training.py --plain-model",
         "versus_inprocess.py",

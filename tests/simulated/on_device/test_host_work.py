@@ -15,6 +15,7 @@ def users_loss(output, target):
     return torch.nn.functional.cross_entropy(output.float(), target)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
 @pytest.mark.parametrize(
     "options",

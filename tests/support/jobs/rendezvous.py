@@ -113,13 +113,13 @@ def measures_for_long(group: Any, how: str) -> str:
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         if how == "hangs":
-            time.sleep(6)
+            time.sleep(4)
         begin_s = time.monotonic()
-        while how == "spins" and time.monotonic() - begin_s < 6:
+        while how == "spins" and time.monotonic() - begin_s < 4:
             pass
         if how == "stops":
             process_collectives.ProcessCollectives._deal = lambda *_, **__: None  # send nothing, like a stopped process
-        for _ in range(40):
+        for _ in range(30):
             time.sleep(0.1)
             advance()
         if how == "fails":
@@ -130,7 +130,7 @@ def measures_for_long(group: Any, how: str) -> str:
         patch.setattr(layered_costs, "measure_layers", measured)
         patch.setattr(process_collectives.ProcessCollectives, "_deal", process_collectives.ProcessCollectives._deal)
         return said(
-            lambda: trained(made(group, model, boundaries=None, schedule="1f1b", distributed=Distributed(timeout=3)))
+            lambda: trained(made(group, model, boundaries=None, schedule="1f1b", distributed=Distributed(timeout=2)))
         )
 
 
