@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipesched.errors import TorchVersionError
 from tests.simulated.actions import label_actions
 from tests.simulated.features import FEATURES, outcome, same
 
@@ -12,7 +13,10 @@ from tests.simulated.features import FEATURES, outcome, same
 def test_a_feature_has_the_bits_of_the_cpu_and_no_race(sim, name):
     torch.set_num_threads(1)
     label_actions(sim)
-    expected = outcome(name, "cpu")
+    try:
+        expected = outcome(name, "cpu")
+    except TorchVersionError as error:
+        pytest.skip(str(error))
     sim.judge.forget()
     assert same(expected, outcome(name, "sim"))
     assert not sim.judge.violations, str(sim.judge.violations[0])
