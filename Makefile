@@ -125,7 +125,7 @@ torch-version: $(VENV)/develop
 # Where an index offers a CPU build of torch (a version that ends in +cpu), that build is installed first, and pip keeps
 # it: it is a tenth of the size of a CUDA build. Elsewhere pip installs the build that its index has for this system.
 $(VENV)/demo: EXTRAS := demo
-$(VENV)/develop: EXTRAS := check,test,demo,zoo
+$(VENV)/develop: EXTRAS := check,test,demo,zoo,hf
 $(VENV)/bench: EXTRAS := bench,zoo
 $(VENV)/release: EXTRAS := release
 $(VENV)/demo $(VENV)/develop $(VENV)/bench $(VENV)/release: pyproject.toml $(CONSTRAINTS) | $(VENV)/made

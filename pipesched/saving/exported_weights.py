@@ -20,11 +20,14 @@ __all__ = ["export_weights"]
 
 _INDEX = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
+_ONLY = "model.safetensors"  #: the name of a file that holds all weights
 _METADATA = {"format": "pt"}  # required by transformers
 
 
 def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int) -> None:
-    """Write a model's weights to a folder: one file for each process that has weights, and an index. Collective.
+    """Write a model's weights to a folder: one file for each process that has weights. Collective.
+
+    An index is added if there are several files.
 
     Args:
         folder: the folder. Weights that are already in the folder are replaced.
@@ -48,6 +51,8 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
     shares = host.collectives.gathered_in_all(agreed(host, begin))
     givers = [rank for rank, (names, _) in enumerate(shares) if names]
     files = {rank: f"model-{at:05}-of-{len(givers):05}.safetensors" for at, rank in enumerate(givers, 1)}
+    if len(files) == 1:
+        files = dict.fromkeys(files, _ONLY)
 
     def write() -> None:
         if process in files:
@@ -74,7 +79,7 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
 
 
 def _finish(folder: Path, files: list[str], index: Any) -> None:
-    """Rename the written files and write their index.
+    """Rename the written files and write their index, if there are several files.
 
     The old index is removed first, so that no reader uses the old index with new files.
     """
@@ -82,10 +87,11 @@ def _finish(folder: Path, files: list[str], index: Any) -> None:
         (folder / _INDEX).unlink()
     for name in files:
         os.replace(folder / f"{name}.tmp", folder / name)
-    for path in (*folder.glob(_SHARDS), folder / "model.safetensors"):
+    for path in (*folder.glob(_SHARDS), folder / _ONLY):
         if path.name not in files:
             path.unlink(missing_ok=True)
-    write_whole(folder / _INDEX, dumped(index))
+    if files != [_ONLY]:
+        write_whole(folder / _INDEX, dumped(index))
     sync_folder(folder)
 
 

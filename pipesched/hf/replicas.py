@@ -1,0 +1,88 @@
+"""Replicas: which processes of a job form a pipeline, and which of them read other data than this one."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from pipesched.errors import InputError
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """The processes of a job as a mesh of replicas and pipeline ranks; one process alone is one replica.
+
+    Args:
+        parallel_size: the number of processes of each pipeline. Default: all processes.
+        device_type: the type of the devices.
+
+    """
+
+    def __init__(self, parallel_size: int | None, device_type: str) -> None:
+        world = distributed.get_world_size() if distributed.is_initialized() else 1
+        self.pipeline_size = parallel_size or world
+        if world % self.pipeline_size:
+            raise InputError(
+                f"the number of processes must be a multiple of pipeline_parallel_size; got {world} processes and "
+                f"pipeline_parallel_size={self.pipeline_size}; start torchrun with --nproc_per_node="
+                f"{-(-world // self.pipeline_size) * self.pipeline_size}, or pass another size"
+            )
+        self.count = world // self.pipeline_size
+        self.mesh: DeviceMesh | None = None
+        self.index = self.rank = 0
+        if world > 1:
+            shape = self.count, self.pipeline_size
+            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
+            self.index, self.rank = self.mesh.get_local_rank("dp"), self.mesh.get_local_rank("pp")
+
+    def prepare(self, accelerator: Accelerator, loader: DataLoader[Any], **_: Any) -> Any:
+        """Return a data loader that gives all ranks of a pipeline the same batches, as `Accelerator` prepares one."""
+        if isinstance(loader.worker_init_fn, partial) and loader.worker_init_fn.func is seed_worker:
+            loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=self.index)
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=self.count,
+            process_index=self.index,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, accelerator: Accelerator, data: Any, *, keeps_duplicates: bool = False) -> Any:
+        """Return the rows of all replicas, by default without the rows that the last batch has twice."""
+        state = accelerator.gradient_state
+        is_last = state.end_of_dataloader and state.remainder > 0
+        keep = state.remainder if is_last and not keeps_duplicates else None
+        return recursively_apply(lambda rows: self._joined(rows)[:keep], data)
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        if self.mesh is None or self.count == 1:
+            return rows
+        own = torch.atleast_1d(rows).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.count)]
+        distributed.all_gather(parts, own, group=self.mesh.get_group("dp"))
+        return torch.cat(parts)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the value of the first rank of each replica, in all processes."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(values, value)
+        return values[:: self.pipeline_size]

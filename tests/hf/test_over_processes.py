@@ -1,0 +1,82 @@
+"""A PipelineTrainer over processes prints what a Trainer prints over as many replicas, and resumes on other ranks."""
+
+import pytest
+
+from tests.hf import jobs
+from tests.hf.processes import in_processes
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def figures(make, pipelines, options):
+    """Train with each of these PipelineArguments in turn; return the figures of each."""
+    return [jobs.figures(jobs.trained(make, pipeline, **options)) for pipeline in pipelines]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("make", [jobs.bert, jobs.t5, jobs.gpt2])
+def test_two_ranks_equal_one_process(make):
+    """All processes keep the same state."""
+    options = {"include_num_input_tokens_seen": "all"}
+    plain = jobs.figures(jobs.trained(make, **options))
+    pipeline = {"pipeline_schedule": "1f1b"}
+    for (found,) in in_processes(2, figures, make, [pipeline], options):
+        found |= {"is_world_process_zero": True, "is_local_process_zero": True}
+        assert jobs.largest_difference(plain, found)[0] <= 1e-5
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("make", [jobs.gpt2, jobs.bert, jobs.vit])
+def test_two_replicas_of_two_ranks_equal_two_replicas(make):
+    """Also with what ``zero`` splits over the replicas, and where the last batch of the evaluation is incomplete."""
+    options = {"include_num_input_tokens_seen": "all"}
+    ((plain,), _) = in_processes(2, figures, make, [None], options)
+    pipelines = [{"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": zero} for zero in (0, 2)]
+    for found in in_processes(4, figures, make, pipelines, options)[0]:
+        worst, place = jobs.largest_difference(plain, found)
+        assert worst <= 1e-5, place
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def saved(folder, pipeline, options):
+    model = jobs.gpt2(dropout=0.1)
+    return losses(jobs.trained(jobs.gpt2, pipeline, model=model, output_dir=folder, **options))
+
+
+def resumed(folder, pipeline, options):
+    model = jobs.gpt2(dropout=0.1)
+    start = f"{folder}/checkpoint-2"
+    return losses(jobs.trained(jobs.gpt2, pipeline, model=model, resume=start, output_dir=folder, **options))
+
+
+def test_training_resumes_on_other_ranks_with_the_same_losses(tmp_path):
+    """From two ranks in one process to three over processes, with dropout and bit by bit; then to two replicas."""
+    folder, saves = str(tmp_path), {"save_strategy": "steps", "save_steps": 2}
+    expected = saved(folder, jobs.TWO, saves)
+    assert in_processes(3, resumed, folder, {"pipeline_schedule": "zb-h1"}, {})[0] == expected
+    replicas = {"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": 1}
+    found = in_processes(4, resumed, folder, replicas, {"gradient_accumulation_steps": 1})[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def other_tasks(folder):
+    """Train an adapter over ranks, then generate text; return what was saved, and the figures of the evaluation."""
+    pipeline = {"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2}
+    jobs.trained(jobs.adapted_gpt2, pipeline, output_dir=folder, save_strategy="steps", save_steps=6)
+    options = {"predict_with_generate": True, "generation_max_length": 8, "max_steps": 3}
+    generated = jobs.trained(jobs.t5, pipeline, **options)
+    return [entry for entry in jobs.figures(generated)["log_history"] if "eval_loss" in entry]
+
+
+def test_an_adapter_and_generated_text_over_ranks(tmp_path):
+    found, other = in_processes(2, other_tasks, str(tmp_path))
+    assert found == other
+    plain = jobs.trained(jobs.t5, None, predict_with_generate=True, generation_max_length=8, max_steps=3)
+    expected = [entry for entry in jobs.figures(plain)["log_history"] if "eval_loss" in entry]
+    assert jobs.largest_difference(expected, found)[0] <= 1e-5
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {
+        path.name for path in (tmp_path / "checkpoint-6").iterdir()
+    }
