@@ -22,10 +22,8 @@ REFUSED = {
     "use_liger_kernel": ("it replaces the forward of whole models", "apply its layers to the model yourself"),
     "torch_empty_cache_steps": ("stages free their memory during a step", "pass pipeline_memory_limit="),
     "push_to_hub": ("checkpoints hold the files of all ranks", "upload the folder of save_model() after training"),
-    "debug": (
-        "it hooks into the forward of whole models",
-        "call a method of the model's layers in a hook of your own",
-    ),
+    "debug": ("it hooks into the forward of whole models", "leave it out"),
+    "save_on_each_node": ("each rank writes its own part of a checkpoint", "use a folder that all ranks share"),
     "eval_use_gather_object": ("only tensors are gathered over replicas", "return tensors, or use one replica"),
     "ddp_find_unused_parameters": ("the pipeline replaces DistributedDataParallel", "leave it out"),
     "ddp_bucket_cap_mb": ("the pipeline replaces DistributedDataParallel", "leave it out"),
@@ -49,6 +47,12 @@ def check_arguments(args: TrainingArguments, pipeline: PipelineArguments) -> Non
             f"dispatch_batches={args.accelerator_config.dispatch_batches}; leave both out"
         )
     is_distributed = args.world_size > 1
+    if is_distributed and args.enable_jit_checkpoint:
+        raise InputError(
+            f"the ranks of a pipeline save a checkpoint together, but enable_jit_checkpoint saves once a signal reaches "
+            f"one of them; got enable_jit_checkpoint=True and {args.world_size} processes; leave it out, and pass "
+            f"save_steps"
+        )
     if is_distributed and pipeline.pipeline_devices is not None:
         raise InputError(
             f"with several processes each process is one rank on its own device; got "

@@ -53,10 +53,10 @@ def resumed(folder, pipeline, options):
 
 
 def test_training_resumes_on_other_ranks_with_the_same_losses(tmp_path):
-    """From two ranks in one process to three over processes, with dropout and bit by bit; then to two replicas."""
+    """From two ranks in one process to four over processes, with dropout and bit by bit; then to two replicas."""
     folder, saves = str(tmp_path), {"save_strategy": "steps", "save_steps": 2}
     expected = saved(folder, jobs.TWO, saves)
-    assert in_processes(3, resumed, folder, {"pipeline_schedule": "zb-h1"}, {})[0] == expected
+    assert in_processes(4, resumed, folder, {"pipeline_schedule": "zb-h1"}, {})[0] == expected
     replicas = {"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": 1}
     found = in_processes(4, resumed, folder, replicas, {"gradient_accumulation_steps": 1})[0]
     assert found == pytest.approx(expected, rel=1e-5)
