@@ -49,8 +49,8 @@ def check_arguments(args: TrainingArguments, pipeline: PipelineArguments) -> Non
     is_distributed = args.world_size > 1
     if is_distributed and args.enable_jit_checkpoint:
         raise InputError(
-            f"the ranks of a pipeline save a checkpoint together, but enable_jit_checkpoint saves once a signal reaches "
-            f"one of them; got enable_jit_checkpoint=True and {args.world_size} processes; leave it out, and pass "
+            f"the ranks of a pipeline save a checkpoint together, but enable_jit_checkpoint saves once a signal "
+            f"reaches one; got enable_jit_checkpoint=True and {args.world_size} processes; leave it out, and pass "
             f"save_steps"
         )
     if is_distributed and pipeline.pipeline_devices is not None:
