@@ -24,6 +24,7 @@ from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_he
 from pipesched.simulation.communication_time import CommunicationTime
 from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.links import plain
+from pipesched.simulation.perfetto_file import perfetto_bytes
 from pipesched.units import counted, quote_time
 from pipesched.whole_files import write_whole
 
@@ -397,9 +398,30 @@ class Trace:
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write the trace to a file as Chrome trace-event JSON, for Perfetto and chrome://tracing.
 
-        Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives.
+        Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives. For
+        counters and arrows, see ``to_perfetto``.
         """
         write_whole(as_path(path), chrome_json(self.chrome_events(), {"name": self.name, **self._remarks}))
+
+    def to_perfetto(self, path: str | PathLike[str]) -> None:
+        """Write the trace in Perfetto's own format, with counters and with arrows for messages.
+
+        ::
+
+            pipe.trace.to_perfetto("step.pftrace")  # open in https://ui.perfetto.dev
+
+        Each rank is a process with a track for each lane, and with counters of the bytes that it holds and of its
+        (stage, micro-batch) pairs in flight. An arrow leads from each action that sends to the action that receives.
+        Needs the extra ``perfetto`` (``pip install 'pipesched[perfetto]'``).
+
+        Args:
+            path: the file.
+
+        Raises:
+            InputError: the package ``perfetto`` is missing.
+
+        """
+        write_whole(as_path(path), perfetto_bytes(self))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
         """Return the trace events that ``to_chrome`` writes.
