@@ -18,6 +18,7 @@ from pipesched.cli.targets import is_target
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
 from pipesched.order import Schedule
+from pipesched.planning.plan import Plan
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
@@ -296,6 +297,28 @@ def check(file: str, ranks: int | None, microbatches: int | None, max_in_flight:
         f"{'bit-identical results' if program.exact else 'results not bit-identical'}, "
         f"peak in flight per rank: {_numbers(peaks)}"
     )
+
+
+@main.command(short_help="Write a program for another runtime.")
+@click.argument("schedule")
+@_shape_options
+@click.option("--torch", "file", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File to write.")
+def export(schedule: str, ranks: int | None, microbatches: int | None, file: Path) -> None:
+    """Write the program of SCHEDULE as a table that the runtime of torch.distributed.pipelining loads.
+
+    SCHEDULE is a name from `pipesched list`, a file with a program, a plan that `pipesched tune` has written (.json),
+    or file.py:function. Torch runs forwards and backwards on a chain of stages; anything else is refused.
+
+    \b
+    Examples:
+      pipesched export zb-h1 --ranks 4 --microbatches 8 --torch order.csv
+      pipesched export plan.json --torch order.csv
+    """
+    source = Plan.load(schedule).program if schedule.endswith(".json") else read_source(schedule)
+    _check_shape_is_free(source, schedule, ranks, microbatches)
+    program = program_of(schedule, source, ranks=ranks, microbatches=microbatches)
+    program.to_torch(file)
+    click.echo(f"{file}: {counted(program.num_ranks, 'rank')}, {counted(len(program.columns), 'action')}")
 
 
 @main.command(short_help="Compare schedules: makespan, bubble, memory.")

@@ -9,18 +9,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, zip_longest
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
-from pipesched.checks import check_type, is_whole, shown
+from pipesched.checks import as_path, check_type, is_whole, shown
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import Columns, Ints, Mask, Orders
 from pipesched.program.actions import Action, Kind
 from pipesched.program.dependencies import Index, Requirements, StageGraph, chain, needs, requirements
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.text_format import order_words, parse_program, table_lines
+from pipesched.program.torch_table import torch_table
 from pipesched.units import counted
+from pipesched.whole_files import write_whole
 
 __all__ = ["Program", "check_program", "marked_grid"]
 
@@ -316,6 +319,28 @@ class Program:
         ranks = range(self.num_ranks)
         lines += [" ".join([f"rank {rank}:", *order_words(self.orders.rank(rank))]) for rank in ranks]
         return "\n".join(lines) + "\n"
+
+    def to_torch(self, path: str | PathLike[str]) -> None:
+        """Write the program to a file for ``torch.distributed.pipelining``, whose runtime runs other libraries' orders.
+
+        ::
+
+            plan.program.to_torch("order.csv")
+            schedule = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn)  # private in torch 2.15
+            schedule._load_csv("order.csv")
+
+        The file has a line for each rank, with its actions separated by commas. `load_program` reads it back.
+
+        Args:
+            path: the file; its name must end in .csv for `load_program`.
+
+        Raises:
+            ScheduleError: the program has something that torch's runtime cannot express: recomputation, offloading,
+                updates, overlapping pairs, token slices, versions of weights, several chains, or edges that skip
+                stages.
+
+        """
+        write_whole(as_path(path), torch_table(self))
 
     @classmethod
     def parse(cls, text: str) -> "Program":

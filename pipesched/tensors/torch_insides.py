@@ -35,6 +35,7 @@ __all__ = [
     "hooks_kept",
     "hooks_on",
     "is_compiled",
+    "is_profiled",
     "modes_of_thread",
     "node_of",
     "process_groups",
@@ -477,6 +478,18 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or made_by_compile or hasattr(module, _ORIGINAL)
 
 
+_PROFILER = Inside(
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch has no public way to tell whether a profiler records, and a range costs 10 us also if none does",
+    lambda: torch.autograd.profiler._is_profiler_enabled in (True, False),
+)
+
+
+def is_profiled() -> bool:
+    """Return whether a torch profiler records. Without the part, actions have no ranges in its traces."""
+    return not _PROFILER.fault and bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 # ---- modules of torch ----
 
 _ORIGINAL = "_orig_mod"
@@ -557,6 +570,7 @@ INSIDES: tuple[Inside, ...] = (
     _ATTENTION,
     _COMPILE_LOCK,
     _COMPILED_CALL,
+    _PROFILER,
     _WEAK_REFERENCES,
     _RESET,
     _GROUPS,

@@ -198,6 +198,10 @@ PARTS: dict[str, tuple[Any, Any]] = {
         lambda: hide(nn.MultiheadAttention, "_reset_parameters"),
         lambda: on_meta(lambda: nn.Linear(8, 8), Attends),
     ),
+    "torch.autograd.profiler._is_profiler_enabled": (
+        lambda: delattr(torch.autograd.profiler, "_is_profiler_enabled"),
+        lambda: None,
+    ),
     "torch.distributed.distributed_c10d._world": (
         lambda: setattr(distributed_c10d, "_world", SimpleNamespace(default_pg=None)),
         groups,

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from torch.profiler import record_function
+
 from pipesched.errors import ExecutionError
 from pipesched.program.actions import BACKWARD_MESSAGES, Action, At, Kind
 from pipesched.program.dependencies import WEIGHT_USES
 from pipesched.program.program import Program
 from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.tensors.payload import PerConsumer
+from pipesched.tensors.torch_insides import is_profiled
 
 __all__ = ["BoundRank", "StageLike", "Stamps", "Transport", "interpret"]
 
@@ -125,6 +128,12 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+def _in_range(action: Action, call: Callable[..., Any], takes: Sequence[_Edge]) -> Any:
+    """Make a call within a range of torch's profiler that is named like the action."""
+    with record_function(str(action)):
+        return call(*map(_taken, takes))
 
 
 def _taken(edge: _Edge) -> Any:
@@ -363,6 +372,7 @@ def interpret(rank: BoundRank, timer: _Timer, stamps: Stamps) -> Iterator[Action
     follows = timer.has_streams
     stamp = None
     order, starts, ends = stamps
+    ranges = is_profiled()
     for position, (action, call, takes, gives, wait) in enumerate(rank.bind(order)):
         yield action
         try:
@@ -370,7 +380,7 @@ def interpret(rank: BoundRank, timer: _Timer, stamps: Stamps) -> Iterator[Action
                 wait()
                 stamp = None
             starts[position] = stamp if follows and stamp is not None else now()
-            value = call(*map(_taken, takes))
+            value = _in_range(action, call, takes) if ranges else call(*map(_taken, takes))
         except BaseException as error:
             error.add_note(
                 f"in {action} (stage {action.stage}, {action.kind.row.number} {action.microbatch}), "
