@@ -21,7 +21,7 @@ COMMAND = "--do_train --do_eval --use_cpu --report_to none --max_steps 4 --loggi
 
 def changed(text: str) -> str:
     """Apply the page's diff to a script."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    (diff,) = re.findall(r"```patch\n(.*?)```", PAGE, re.DOTALL)
     lines = diff.splitlines()
     assert sum(line.startswith("+") for line in lines) <= 5
     for old, new in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", diff, re.MULTILINE):
