@@ -18,7 +18,6 @@ from pipesched.cli.targets import is_target
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
 from pipesched.order import Schedule
-from pipesched.planning.plan import Plan
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
@@ -314,6 +313,8 @@ def export(schedule: str, ranks: int | None, microbatches: int | None, file: Pat
       pipesched export zb-h1 --ranks 4 --microbatches 8 --torch order.csv
       pipesched export plan.json --torch order.csv
     """
+    from pipesched.planning.plan import Plan  # imports networkx
+
     source = Plan.load(schedule).program if schedule.endswith(".json") else read_source(schedule)
     _check_shape_is_free(source, schedule, ranks, microbatches)
     program = program_of(schedule, source, ranks=ranks, microbatches=microbatches)

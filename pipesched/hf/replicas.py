@@ -14,10 +14,10 @@ from transformers.trainer_utils import seed_worker
 
 from pipesched.errors import InputError
 
-__all__ = ["Replicas"]
+__all__ = ["DataReplicas"]
 
 
-class Replicas:
+class DataReplicas:
     """The processes of a job as a mesh of replicas and pipeline ranks; one process alone is one replica.
 
     Args:

@@ -17,10 +17,10 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.hf.arguments import PipelineArguments
 from pipesched.hf.batches import cut, joined
 from pipesched.hf.refused_arguments import check_arguments, check_callbacks
-from pipesched.hf.replicas import Replicas
+from pipesched.hf.replicas import DataReplicas
 from pipesched.hf.run_files import RunFiles, random_state, random_states, set_random_states, weights_in
 from pipesched.hf.stage_optimizers import StageOptimizers
-from pipesched.hf.trainer_loss import LossRule, TrainerLoss
+from pipesched.hf.trainer_loss import StepLossRule, TrainerLoss
 from pipesched.pipeline.options import Distributed, Numerics, Search
 from pipesched.pipeline.pipeline import Pipeline
 
@@ -34,7 +34,7 @@ class _PipelineTraining(Trainer):
     current_flos: float
     gather_function: Any
     _pipeline: Pipeline | None = None
-    _rule: LossRule
+    _rule: StepLossRule
     _parts: int  #: the number of micro-batches of a batch in training
     _evaluation_parts: int
     _resume_from: Path | None = None
@@ -79,7 +79,7 @@ class _PipelineTraining(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Let all ranks of a pipeline read the same batches."""
         super().create_accelerator_and_postprocess()
-        self.replicas = Replicas(self.pipeline_args.pipeline_parallel_size, self.args.device.type)
+        self.replicas = DataReplicas(self.pipeline_args.pipeline_parallel_size, self.args.device.type)
         if self.replicas.mesh is not None:
             self.accelerator.prepare_data_loader = partial(self.replicas.prepare, self.accelerator)
 
@@ -149,7 +149,7 @@ class _PipelineTraining(Trainer):
         count = self._get_num_items_in_batch([batch], self.args.device)
         if self.model_accepts_loss_kwargs and count is not None:
             sample["num_items_in_batch"] = count
-        self._rule = LossRule.of(self.model, loss, sample, takes_count=self.model_accepts_loss_kwargs)
+        self._rule = StepLossRule.of(self.model, loss, sample, takes_count=self.model_accepts_loss_kwargs)
         clip = self.args.max_grad_norm or math.inf
         zero = options.pipeline_zero
         plan = options.plan

@@ -13,7 +13,7 @@ from pipesched.errors import InputError
 from pipesched.hf.batches import cut, rows_in
 from pipesched.runtime.microbatches import Microbatch
 
-__all__ = ["LossRule", "TrainerLoss"]
+__all__ = ["StepLossRule", "TrainerLoss"]
 
 _COUNT = "num_items_in_batch"
 
@@ -60,7 +60,7 @@ class TrainerLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossRule:
+class StepLossRule:
     """Splits the batches of a training step into micro-batches, each with its share of the step's loss.
 
     A loss that divides by ``num_items_in_batch``, the number of labels of the whole step, adds up. A mean counts by its
@@ -77,7 +77,7 @@ class LossRule:
     weight: Callable[..., Any] | None
 
     @classmethod
-    def of(cls, model: nn.Module, loss: TrainerLoss, sample: dict[str, Any], *, takes_count: bool) -> "LossRule":
+    def of(cls, model: nn.Module, loss: TrainerLoss, sample: dict[str, Any], *, takes_count: bool) -> "StepLossRule":
         """Find the rule of a model's loss.
 
         Args:

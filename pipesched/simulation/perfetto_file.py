@@ -25,14 +25,14 @@ def perfetto_bytes(trace: "Trace") -> bytes:
             f"a trace in Perfetto's format needs the package perfetto; importing it failed ({error}); pip install "
             f"'pipesched[perfetto]', or use to_chrome, whose files Perfetto also opens"
         ) from error
-    writer = _Writer(trace, TraceProtoBuilder())
+    writer = _PacketWriter(trace, TraceProtoBuilder())
     for rank in range(trace.num_ranks):
         writer.rank(rank)
     writer.slices()
     return bytes(writer.builder.serialize())
 
 
-class _Writer:
+class _PacketWriter:
     """Adds the packets of a trace: a process for each rank, with a track for each lane and two counters."""
 
     def __init__(self, trace: "Trace", builder: Any) -> None:

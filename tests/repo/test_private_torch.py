@@ -112,7 +112,13 @@ OF_MODULES |= {
     "_load_state_dict_post_hooks",
 }
 OF_PYTHON = {"_replace", "_fields", "_asdict", "_make", "_getframe", "_current_frames", "_exit"}
-OF_OTHERS = {"_can_record_outputs": "an attribute of transformers", "_extra_state": "a suffix of keys in state dicts"}
+OF_OTHERS = {
+    "_can_record_outputs": "an attribute of transformers",
+    "_dataloaders": "the list in which accelerate keeps the loaders that it has prepared",
+    "_extra_state": "a suffix of keys in state dicts",
+    "_get_num_items_in_batch": "a method of transformers' Trainer, which its subclasses override",
+    "_prepare_inputs": "a method of transformers' Trainer, which its subclasses override",
+}
 
 
 def attributes(source):

@@ -117,7 +117,7 @@ def import_all() -> None:
     import pipesched
 
     for module in pkgutil.walk_packages(pipesched.__path__, "pipesched."):
-        if not module.name.endswith("__main__"):
+        if not (module.name.endswith("__main__") or module.name.startswith("pipesched.hf")):  # transformers needs all
             importlib.import_module(module.name)
     for name in pipesched.__all__:
         getattr(pipesched, name)
