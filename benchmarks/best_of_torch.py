@@ -1,6 +1,6 @@
 """Best of torch: compares pipesched's plans with the best of five schedules of torch.distributed.pipelining.
 
-    python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt vgg residual]
+    python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt vgg residual] [--exported]
 
 Torch's schedules run with the same number of layers in each stage; the best schedule has the shortest median
 step. All runs are in the same gloo processes, in turn, with the same weights; gradients are compared first.
@@ -20,6 +20,9 @@ residual       Likewise, for a residual convolution net. Its channels grow as we
                both sides of the images, so all residual blocks take about the same time. Stages with equal numbers of
                layers are the best stages for this net, so plans can only gain by a better order.
 
+With --exported, ranks that compute also run the order and the cut of our plan in torch's own runtime, on torch's own
+stages: the file of `Program.to_torch`, loaded by the private `_load_csv` of torch's runtime.
+
 For ranks that compute, the script also prints the step of a perfect pipeline, without bubble and overheads: both ranks
 run an unpipelined loop over all micro-batches at the same time, each on its own core, and the time is divided by two.
 The range that contains half of its steps shows how much the machine's speed varied.
@@ -27,11 +30,13 @@ The range that contains half of its steps shows how much the machine's speed var
 
 import argparse
 import copy
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -41,6 +46,8 @@ from prediction import probed
 from sleeping import ROWS, WIDTH, Sleeping, wake_in_time
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional
 from versus_torch import NAMES, torch_step
 
@@ -171,13 +178,20 @@ def beside_torch(
     loss_fn: Callable[..., Any],
     pairs: int,
     others: Sequence[Callable[[], Any]] = (),
+    *,
+    exported: bool = False,
 ) -> list[Measured]:
-    """Measure our pipeline, then torch's schedules on copies of the model, then the other functions."""
+    """Measure our pipeline, then torch's schedules on copies of the model, then the other functions.
+
+    With ``exported``, our plan in torch's runtime follows torch's schedules, on one more copy of the model.
+    """
     x, y = batch
     rivals = [
         partial(torch_step(name, model, rank, pipe.plan.program.num_ranks, pipe.num_microbatches, loss_fn), x, y)
-        for name, model in zip(NAMES, models, strict=True)
+        for name, model in zip(NAMES, models, strict=False)
     ]
+    if exported:
+        rivals.append(partial(exported_step(pipe.plan, models[-1], rank, loss_fn), x, y))
     ours = partial(pipe.step, x, target=y)
     for step in (ours, *rivals):
         step()
@@ -185,6 +199,29 @@ def beside_torch(
     agree = [torch.allclose(own, gradients(model), atol=1e-5) for model in (pipe.model, *models)]
     agree += [True] * len(others)
     return [Measured(*pair) for pair in zip(in_turn([ours, *rivals, *others], pairs), agree, strict=True)]
+
+
+def exported_step(plan: Plan, model: nn.Sequential, rank: int, loss_fn: Callable[..., Any]) -> Any:
+    """Return a function that runs one step of a plan's order and cut in torch's runtime."""
+    program = plan.program
+    ends = list(accumulate(len(stage) for stage in plan.stages))
+    own = [stage for stage, place in enumerate(program.placement) if place == rank]
+    stages = [
+        PipelineStage(
+            model[ends[stage] - len(plan.stages[stage]) : ends[stage]], stage, program.num_stages, torch.device("cpu")
+        )
+        for stage in own
+    ]
+    schedule = _PipelineScheduleRuntime(stages, program.num_microbatches, loss_fn=loss_fn)
+    with tempfile.TemporaryDirectory() as folder:
+        program.to_torch(Path(folder) / "order.csv")
+        schedule._load_csv(str(Path(folder) / "order.csv"))
+    first, last = 0 in own, program.num_stages - 1 in own
+
+    def step(x: Tensor, y: Tensor) -> None:
+        schedule.step(*([x] if first else []), **({"target": y} if last else {}))
+
+    return step
 
 
 def show_sleeping(pairs: int) -> None:
@@ -287,12 +324,12 @@ def unpipelined(model: nn.Module, x: Tensor, y: Tensor) -> None:
         functional.cross_entropy(model(inputs), targets).backward()
 
 
-def run_computing(rank: int, name: str, pairs: int) -> Tuned:
+def run_computing(rank: int, name: str, pairs: int, exported: bool) -> Tuned:
     """Find a plan, then measure it and torch's schedules. Runs on each rank."""
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
     whole = partial(unpipelined, copy.deepcopy(model), x, y)
-    models = [copy.deepcopy(model) for _ in NAMES]
+    models = [copy.deepcopy(model) for _ in range(len(NAMES) + exported)]
     mesh = init_device_mesh("cpu", (COMPUTING_RANKS,))
     rows = len(x) // COMPUTING_MICROBATCHES
     begin = time.perf_counter()
@@ -308,17 +345,17 @@ def run_computing(rank: int, name: str, pairs: int) -> Tuned:
     )
     tune_s = time.perf_counter() - begin
     with Pipeline(model, x[:rows], loss_fn=functional.cross_entropy, mesh=mesh, plan=plan) as pipe:
-        results = beside_torch(pipe, (x, y), models, rank, functional.cross_entropy, pairs, [whole])
+        results = beside_torch(pipe, (x, y), models, rank, functional.cross_entropy, pairs, [whole], exported=exported)
     return Tuned(results, f"{plan.schedule}, {[len(stage) for stage in plan.stages]} layers", tune_s)
 
 
-def show_computing(name: str, pairs: int) -> None:
+def show_computing(name: str, pairs: int, *, exported: bool) -> None:
     """Print the measured step of each schedule."""
-    ranks = in_ranks(COMPUTING_RANKS, run_computing, name, pairs)
+    ranks = in_ranks(COMPUTING_RANKS, run_computing, name, pairs, exported)
     results, plan, tune_s = ranks[0]
     own_s = results[0].steps_s
     print(f"{name}: tune took {tune_s:.1f} s and chose {plan}; a step takes {median(own_s) * 1e3:.1f} ms")
-    for number, other in enumerate(NAMES, 1):
+    for number, other in enumerate([*NAMES, *(["ours, by torch"] if exported else [])], 1):
         steps_s = results[number].steps_s
         agree = all(rank.results[number].agree for rank in ranks)
         print(
@@ -328,6 +365,8 @@ def show_computing(name: str, pairs: int) -> None:
     best = min((each.steps_s for each in results[1 : 1 + len(NAMES)]), key=median)
     perfect_s = [seconds / COMPUTING_RANKS for seconds in results[-1].steps_s]
     print(f"  ours / best of torch {ratio(own_s, best)}; perfect / best of torch {ratio(perfect_s, best)}")
+    if exported:
+        print(f"  our order in torch's runtime / best of torch {ratio(results[1 + len(NAMES)].steps_s, best)}")
     low, middle, high = (each * 1e3 for each in quantiles(perfect_s, n=4))
     spread = f"half of the steps take {low:.1f} to {high:.1f} ms"
     print(f"  a step of the perfect pipeline takes {middle:.1f} ms; {spread}", flush=True)
@@ -338,6 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=["sleeping", *MODELS], choices=["sleeping", *MODELS])
+    parser.add_argument("--exported", action="store_true", help="also run our plans in torch's runtime")
     args = parser.parse_args()
     keep_freed_memory()
     print(machine())
@@ -345,7 +385,7 @@ def main() -> None:
         if name == "sleeping":
             show_sleeping(args.pairs)
         else:
-            show_computing(name, args.pairs)
+            show_computing(name, args.pairs, exported=args.exported)
 
 
 if __name__ == "__main__":
