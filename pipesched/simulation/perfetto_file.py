@@ -43,6 +43,7 @@ class _PacketWriter:
         self._event = protos.TrackEvent
         self._uuids = count(1)
         self._lanes: dict[tuple[int, Lane], int] = {}
+        self._start_s = min((float(span.start_s) for span in trace.spans), default=0.0)  # a receive may wait before
         self._used = {(span.rank, span.lane) for span in trace.spans}
 
     def rank(self, rank: int) -> None:
@@ -93,7 +94,7 @@ class _PacketWriter:
 
     def _packet(self, time_s: float) -> Any:
         packet = self.builder.add_packet()
-        packet.timestamp = round((float(time_s) - float(self._trace.start_s)) * 1e9)
+        packet.timestamp = round((float(time_s) - self._start_s) * 1e9)
         packet.trusted_packet_sequence_id = _SEQUENCE
         return packet
 

@@ -1,7 +1,5 @@
 """Traces in Perfetto's format, read with the protos of the package perfetto."""
 
-from collections import defaultdict
-
 import pytest
 
 from pipesched import Costs, schedules, simulate
@@ -9,54 +7,18 @@ from pipesched.errors import InputError
 from pipesched.program.actions import Action
 from pipesched.simulation.trace import Span, Trace
 
-protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+PerfettoTrace = pytest.importorskip("tests.support.perfetto_trace").PerfettoTrace
 
 TIMES = {"forward_s": (1.0, 2.0, 1.0), "backward_s": (2.0, 3.0, 2.0), "transfer_s": 0.5}
 HALVES = {"input_grad_s": (1.0, 1.5, 1.0), "weight_grad_s": (1.0, 1.5, 1.0)}
 COSTS = Costs(**TIMES, **HALVES, activation_bytes=(8, 8, 8), input_bytes=(4, 4, 4))
 
 
-class Read:
-    """The content of a trace file: slices by rank and lane, counters by rank and name, and arrows."""
-
-    def __init__(self, path):
-        trace = protos.Trace()
-        trace.ParseFromString(path.read_bytes())
-        described = [packet.track_descriptor for packet in trace.packet if packet.HasField("track_descriptor")]
-        tracks = {track.uuid: track for track in described}
-        self.slices, self.counters = defaultdict(list), defaultdict(list)
-        self.senders, self.receivers = {}, {}
-        opened = {}
-        for packet in trace.packet:
-            if not packet.HasField("track_event"):
-                continue
-            event, track = packet.track_event, tracks[packet.track_event.track_uuid]
-            rank = int(tracks[track.parent_uuid].process.process_name.removeprefix("rank "))
-            if event.type == protos.TrackEvent.TYPE_COUNTER:
-                self.counters[rank, track.name].append((packet.timestamp, event.counter_value))
-            elif event.type == protos.TrackEvent.TYPE_SLICE_BEGIN:
-                opened[track.uuid] = packet.timestamp, event.name
-                self.senders |= dict.fromkeys(event.flow_ids, (rank, event.name))
-                self.receivers |= dict.fromkeys(event.terminating_flow_ids, (rank, event.name))
-            else:
-                start, name = opened.pop(track.uuid)
-                self.slices[rank, track.name].append((name, start, packet.timestamp))
-        assert not opened
-
-    @property
-    def bubble_ratio(self):
-        rows = [slices for (_, lane), slices in self.slices.items() if lane == "compute"]
-        ends = [end for slices in rows for *_, end in slices]
-        starts = [start for slices in rows for _, start, _ in slices]
-        busy = sum(end - start for slices in rows for _, start, end in slices)
-        return 1 - busy / (len(rows) * (max(ends) - min(starts)))
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_the_file_has_the_trace_its_counters_and_its_messages(name, tmp_path):
     trace = simulate(schedules.get(name).program(3, 4), COSTS)
     trace.to_perfetto(tmp_path / "step.pftrace")
-    read = Read(tmp_path / "step.pftrace")
+    read = PerfettoTrace(tmp_path / "step.pftrace")
     spans = [(action, start, end) for slices in read.slices.values() for action, start, end in slices]
     assert sorted(spans) == sorted((str(s.action), round(s.start_s * 1e9), round(s.end_s * 1e9)) for s in trace.spans)
     assert read.bubble_ratio == pytest.approx(trace.bubble_ratio, abs=1e-9)
@@ -74,12 +36,12 @@ def test_the_file_has_the_trace_its_counters_and_its_messages(name, tmp_path):
 def test_messages_that_the_trace_has_are_drawn_also_where_they_skip_stages(tmp_path):
     actions = {0: ["0F0", "0SEND_F0>2"], 1: ["1F0"], 2: ["2RECV_F0<0", "2F0"]}
     spans = [
-        Span(action, rank, at, at + 1, action.lane)
+        Span(action, rank, at - 1, at, action.lane)  # times are relative: a receive can wait before the first action
         for rank, texts in actions.items()
         for at, action in enumerate(map(Action.parse, texts))
     ]
     Trace(spans, 3).to_perfetto(tmp_path / "step.pftrace")
-    read = Read(tmp_path / "step.pftrace")
+    read = PerfettoTrace(tmp_path / "step.pftrace")
     assert read.senders == {1: (0, "0F0")}
     assert read.receivers == {1: (2, "2F0")}
 
