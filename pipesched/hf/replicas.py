@@ -79,10 +79,18 @@ class DataReplicas:
         distributed.all_gather(parts, own, group=self.mesh.get_group("dp"))
         return torch.cat(parts)
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Return the value of the first rank of each replica, in all processes."""
+    def gathered(self, text: str) -> list[str]:
+        """Return the text of the first rank of each replica, in all processes."""
         if self.mesh is None:
-            return [value]
-        values: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(values, value)
-        return values[:: self.pipeline_size]
+            return [text]
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.mesh.device_type)
+        sizes = self._of_all(torch.tensor([len(own)], device=own.device))
+        padded = torch.nn.functional.pad(own, (0, int(max(sizes)) - len(own)))
+        parts = self._of_all(padded)
+        texts = [bytes(part[: int(size)].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
+        return texts[:: self.pipeline_size]
+
+    def _of_all(self, own: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(own) for _ in range(self.count * self.pipeline_size)]
+        distributed.all_gather(parts, own)
+        return parts

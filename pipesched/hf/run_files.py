@@ -1,5 +1,6 @@
 """Run files: the part of a trainer's checkpoint folder that a pipeline writes, from which any plan resumes."""
 
+import json
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,31 +59,29 @@ def weights_in(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name if name in names else bare.get(name, name): tensor for name, tensor in saved.items()}
 
 
-def random_states() -> dict[str, Any]:
-    """Return the states of the random generators of Python, numpy and torch, as plain values and tensors."""
-    kind, keys, *rest = np.random.get_state()
-    version, numbers, gauss = random.getstate()
-    state = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, [int(key) for key in keys], *rest],
-        "cpu": torch.get_rng_state(),
-    }
+def random_states() -> str:
+    """Return the states of the random generators of Python, numpy and torch, as JSON."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    numpy = [kind, np.asarray(keys).tolist(), *rest]
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy, "cpu": torch.get_rng_state().tolist()}
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
-        state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
+        state[device.type] = torch.get_device_module(device).get_rng_state().tolist()
+    return json.dumps(state)
 
 
-def set_random_states(state: Mapping[str, Any]) -> None:
+def set_random_states(text: str) -> None:
     """Restore the result of ``random_states``."""
+    state = json.loads(text)
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["cpu"])
+    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
+        own = torch.tensor(state[device.type], dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(own)
 
 
 @contextmanager
