@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.hf import jobs
 from tests.hf.processes import in_processes
 
-STEPS, ROWS, LENGTH = 10, 8, 64
+STEPS, ROWS, LENGTH = 10, 8, 32
 LAYOUTS: list[tuple[str, int, list[dict[str, Any]]]] = [
     ("one process, 2 ranks", 1, [jobs.TWO]),
     ("2 processes, 2 ranks", 1, [{"pipeline_schedule": "1f1b"}]),

@@ -24,6 +24,7 @@ def in_processes(count: int, job: Callable[..., Any], *args: Any, timeout_s: flo
 def _as_rank(rank: int, count: int, port: int, job: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    numbers |= {"OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in {**address, **numbers}.items()})
     torch.set_num_threads(1)
     try:
