@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,12 @@ class RunFiles:
         return total // num_replicas
 
 
-def weights_in(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
+def weights_in(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
     """Read the weights that ``save_model`` wrote.
 
     Args:
         folder: the folder with safetensors files.
-        names: the names of the model's state. Files of an adapter leave out the adapter's name.
+        names: the names of the model's parameters. Files of an adapter leave out the adapter's name.
 
     """
     saved = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

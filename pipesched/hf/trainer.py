@@ -98,7 +98,7 @@ class _PipelineTraining(Trainer):
         return self.pipeline
 
     def get_tp_size(self) -> int:
-        """Return the number of processes that read the same batches, by which Trainer divides what it counts."""
+        """Return the number of processes that read the same batches. Trainer divides its counts by this number."""
         return self.replicas.pipeline_size
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -329,7 +329,7 @@ class _PipelineTraining(Trainer):
             set_random_states(self._random_states[self.replicas.index % len(self._random_states)])
 
     def _load_best_model(self) -> None:
-        names = dict.fromkeys([*self.pipeline.full_state_dict()])
+        names = [name for name, _ in self.model.named_parameters()]
         best = weights_in(Path(self.state.best_model_checkpoint), names)
         self.pipeline.load_state_dict(best, strict=False)
 

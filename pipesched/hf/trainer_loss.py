@@ -107,12 +107,16 @@ class StepLossRule:
         made = []
         for batch in batches:
             pieces = cut(batch, parts)
-            weights = [self._weight(piece) for piece in pieces]
-            for piece, weight in zip(pieces, weights, strict=True):
-                has_sum = self.adds and count is not None
-                share = factor if has_sum or len(pieces) == 1 else factor * weight / max(sum(weights), 1e-30)
-                made.append(self._microbatch(piece, share, count, is_part=len(pieces) > 1))
+            is_whole = len(pieces) == 1
+            shares = [1.0] * len(pieces) if is_whole or (self.adds and count is not None) else self._shares(pieces)
+            for piece, share in zip(pieces, shares, strict=True):
+                made.append(self._microbatch(piece, factor * share, count, is_part=not is_whole))
         return made
+
+    def _shares(self, pieces: Sequence[dict[str, Any]]) -> list[float]:
+        """Return the shares of a batch's parts in its mean. If the labels are on a GPU, the host waits for them."""
+        weights = [self._weight(piece) for piece in pieces]
+        return [weight / max(sum(weights), 1e-30) for weight in weights]
 
     def _microbatch(self, inputs: dict[str, Any], share: float, count: Any, *, is_part: bool) -> Microbatch:
         target: dict[str, Any] = {"share": share, "is_part": is_part}
