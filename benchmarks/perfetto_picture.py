@@ -2,8 +2,8 @@
 
     python benchmarks/perfetto_picture.py [--schedule zb-h1] [--ranks 4] [--folder runs/perfetto]
 
-Prints the bubble that is computed from the file beside that of the trace, and writes step.pftrace, for
-https://ui.perfetto.dev, and step.png, with the slices, the arrows and the counters of the file.
+Prints the bubble twice: computed from the file, and from the trace. Writes step.pftrace, for https://ui.perfetto.dev,
+and step.png, with the slices, the arrows and the counters of the file.
 """
 
 import argparse

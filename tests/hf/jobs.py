@@ -73,7 +73,7 @@ def regressor() -> nn.Module:
 
 
 def adapted_gpt2() -> nn.Module:
-    """A GPT-2 of which only the adapter trains."""
+    """Return a GPT-2 with an adapter. Only the adapter trains."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(gpt2(), LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0, fan_in_fan_out=True))

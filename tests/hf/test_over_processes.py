@@ -1,4 +1,4 @@
-"""A PipelineTrainer over processes prints what a Trainer prints over as many replicas, and resumes on other ranks."""
+"""Over processes, a PipelineTrainer has the figures of a Trainer with as many replicas, and resumes on other ranks."""
 
 import pytest
 

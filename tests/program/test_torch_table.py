@@ -1,4 +1,4 @@
-"""Tables for torch's runtime: what they hold is read back, and what torch cannot express is refused by name."""
+"""Tables for torch's runtime: a table is read back as the same program; an error names what torch cannot express."""
 
 from dataclasses import replace
 
