@@ -113,7 +113,9 @@ class Assembly:
         host: the host of the ranks.
         programs: the programs that the stages will run.
         stage_cut: the layers of each stage.
-        optimizers: stage number -> the optimizer of the previous assembly. Default: none.
+        previous: the assembly of the plan that ends; the weights then keep their values. Default: None.
+        arriving: for each parameter that another process has trained under the previous plan, its parameter group
+            there. Default: none.
 
     Raises:
         GraphError: stages share or shard weights in an unsupported way.
@@ -129,9 +131,11 @@ class Assembly:
         host: RankHost,
         programs: ProgramFactory,
         stage_cut: StageCut,
-        optimizers: Mapping[int, Optimizer] | None = None,
+        previous: "Assembly | None" = None,
+        arriving: Mapping[nn.Parameter, dict[str, Any]] | None = None,
     ) -> None:
         begin = time.perf_counter()
+        self._is_first = previous is None
         self.programs = programs
         self.stage_cut = stage_cut
         #: The rules for gradients before an update; None if there are no rules.
@@ -147,7 +151,7 @@ class Assembly:
         if host.sums is not None:
             check_replicas(spec.model, programs, spec.batch_norm)
         once = stage_cut.gather_once if spec.gather_once is None else spec.gather_once
-        programs.replicate([] if host.sums is None else self._bucket_layers(), once if spec.zero == 3 else None)
+        programs.replicate([] if host.sums is None else self._bucket_layers(), once if self.zero == 3 else None)
         self.norms = MiniBatchNorms(spec.batch_norm, host.collectives)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
@@ -171,7 +175,7 @@ class Assembly:
         self._sharded = self._sharded_parameters()
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
-        if host.sums is not None:
+        if host.sums is not None and self._is_first:
             held = self._held_tensors()
             shards = [tensor for tensor in held if tensor in self._sharded]
             host.sums.copy_from_first(
@@ -196,8 +200,10 @@ class Assembly:
             tied = self.ties.parameters
             home = self.owners.stage
             names = {parameter: name for name, parameter in self._named_parameters()}
-            before = optimizers or {}
-            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, before, names, spec.rules)
+            before = {} if previous is None else previous.optimizers
+            self._inheritance = optimizers_for(
+                spec.optimizer, self.stages, tied, home, before, names, spec.rules, arriving
+            )
         #: Whether some stages update only after the run, when the gradients of tied parameters are complete.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
             spec.updates_by_rules and bool(self.ties.parameters)
@@ -211,7 +217,7 @@ class Assembly:
     @property
     def zero(self) -> int:
         """The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
-        return self._spec.zero
+        return 0 if self._host.sums is None else self._spec.zero
 
     @property
     def divided_updates(self) -> dict[int, ShardedUpdate]:
@@ -225,7 +231,7 @@ class Assembly:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
-            if self._spec.zero:
+            if self.zero:
                 self._divide()
 
     def _divide(self) -> None:
@@ -239,12 +245,12 @@ class Assembly:
         updates = [
             divided_update(stage, *place) for stage in self.stages.values() if stage.optimizer.wrapped is not None
         ]
-        if self._spec.zero >= 2:
+        if self.zero >= 2:
             divided = {parameter: update for update in updates for parameter in update.parameters}
             for gradients in (self.late_sums, *(stage.gradients for stage in self.stages.values())):
                 if gradients is not None:
                     gradients.divided = divided
-        if self._spec.zero == 3:
+        if self.zero == 3:
             self._check_own_weights(ZERO_3, self.program.placement)
             self.divided_weights = [divided_weights(stage, *place) for stage in self.stages.values()]
 
@@ -285,9 +291,10 @@ class Assembly:
         devices = [self._host.grid.devices[program.placement[index]] for index in range(program.num_weights)]
         spec.layered.check_sent(self.cut, threads=self._host.grid.in_one_process)
         bodies = spec.layered.bodies(self.cut, devices, self.ties)
-        begin = time.perf_counter()
-        spec.initial.fill(self._owners(bodies), self._host.grid, self._host.collectives.fail)
-        self._filling_s = time.perf_counter() - begin
+        if self._is_first:
+            begin = time.perf_counter()
+            spec.initial.fill(self._owners(bodies), self._host.grid, self._host.collectives.fail)
+            self._filling_s = time.perf_counter() - begin
         holds = self._host.grid.holds
         return wrapped_bodies(spec.wrap, spec.model, spec.layers, bodies, program, devices, holds, tied)
 

@@ -86,6 +86,7 @@ class CostModel:
         replicas: ReplicaCosts | None,
     ) -> None:
         self._replicas = replicas
+        self._all_links = links
         self.layered = layered
         #: The links between the ranks of one replica.
         self.links = links if replicas is None else replicas.pipeline_links()
@@ -108,6 +109,12 @@ class CostModel:
         self._devices = grid.all_devices
         self._ranks_are: RanksAre = "threads" if grid.in_one_process else "processes"
         self._intra_op_threads = intra_op_threads
+
+    def regroup(self, grid: RankGrid, zero: int) -> None:
+        """Use the costs of other replicas, which ``grid`` arranges. ``zero`` is as in `Distributed`."""
+        self._replicas = replicas = replica_costs(grid, zero, self._all_links)
+        self.links = self._all_links if replicas is None else replicas.pipeline_links()
+        self._devices = grid.all_devices
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
         """Return the `Replication` that describes the replicas that run these programs.

@@ -40,6 +40,7 @@ from pipesched.pipeline.gathering import gather_model, merged_state, place_weigh
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
+from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.planned_rows import PlannedRows
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
@@ -64,6 +65,7 @@ from pipesched.runtime.rank_grid import Axes
 from pipesched.runtime.rank_host import host_for
 from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.output_metrics import Metrics
+from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.simulation.memory import RankMemory
 from pipesched.simulation.trace import Trace
 from pipesched.tensors.row_join import OutputRows
@@ -319,6 +321,16 @@ class Pipeline(SavingInterface):
             history=self._history,
             roots=self._roots,
             spec=self._spec,
+            switch=PlanSwitch(
+                self._running,
+                self._spec,
+                self._roots,
+                self._guard,
+                self._live_run,
+                lambda count: numerics.check_reduction_order(
+                    num_replicas=count, zero=distributed.zero if count > 1 else 0
+                ),
+            ),
             asked=Pins(asked.layers, None, together) if asked.complete else asked,
             limits=limits,
         )
@@ -713,7 +725,17 @@ class Pipeline(SavingInterface):
         """The running plan, with the stage costs known so far."""
         return self._history.plan(self.model)
 
-    def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
+    def replan(
+        self,
+        plan: Plan | None = None,
+        *,
+        num_replicas: int | None = None,
+        steps_left: int | None = None,
+        measure: bool = False,
+        optimizer: GivenOptimizers | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Replanned:
         """Switch to another plan between two steps: to ``plan``, or to a faster plan if the search finds one.
 
         ::
@@ -722,9 +744,15 @@ class Pipeline(SavingInterface):
 
         With the same number of micro-batches, the results are bit-identical to those of a run that uses the new plan
         from the first step. Weights, buffers, gradients and optimizer states move with their layers. Parameters, and
-        the optimizers of stages that still exist, stay the same objects. A new stage gets a new optimizer, which needs
-        a scheduler of its own. An optimizer that you created yourself keeps its state on the old device: if the new
-        device is of another type, move the state yourself.
+        the optimizers of stages that still exist, stay the same objects. A new stage may get a new optimizer, which
+        needs a scheduler of its own. In one process, an optimizer that you created yourself keeps its state on the old
+        device: if the new device is of another type, move the state yourself.
+
+        Under a mesh every rank must call this method, with the same plan. A plan may use fewer ranks than the mesh has;
+        the other ranks are idle, and may get layers later. Pass the optimizers that you created yourself: they gain
+        and lose parameters. With another number of replicas, results are bit-identical with
+        ``Numerics(reduction_order="tree")`` and the same total number of micro-batches; otherwise they differ in
+        rounding, and a warning says so.
 
         Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
         rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits that you passed
@@ -733,23 +761,36 @@ class Pipeline(SavingInterface):
 
         Args:
             plan: the plan to switch to. Default: None (search for a better cut).
+            num_replicas: under a mesh, the number of replicas that the ranks form from now on. Default: None (that of
+                the plan; if the plan does not say, the number stays as it is).
             steps_left: the number of steps still to run, in which the new cut must save more time than the move takes.
                 Default: None (the time that the move takes is ignored).
             measure: whether to first measure the layers again, to find the layers within a stage whose times have
                 changed. Default: False.
+            optimizer: under a mesh, the optimizer of ``pipe.parameters()``, or a list or dict of optimizers, as for
+                ``save``. Default: None.
+            scheduler: under a mesh, as for ``save``. Default: None.
+            extra: under a mesh, a dict of objects with ``state_dict()`` and ``load_state_dict()``, such as averaged
+                weights, whose tensors move with the layers. Default: None.
 
         Returns:
             The outcome. Print the outcome to see which layers moved, or why the old plan was kept.
 
         Raises:
-            InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
+            InputError: ``wrap=`` has changed the stages.
+            CheckpointError: a state cannot be moved, for one of the reasons listed under ``save``; nothing changes.
             PipeschedError: the plan cannot be applied, for one of the reasons listed under Pipeline; the old plan keeps
                 running.
 
         """
         check_steps_left(steps_left)
+        self._running.host.collectives.enter("replan")
         self._replanner.begin()
-        found = self._replanner.improve(steps_left, measure=measure) if plan is None else self._replanner.apply(plan)
+        states = UserStates(optimizer=optimizer, scheduler=scheduler, extra=extra)
+        if plan is None:
+            found = self._replanner.improve(steps_left, states, measure=measure)
+        else:
+            found = self._replanner.apply(plan, states, num_replicas)
         _LOG.info("replanned before step %d: %s", self._running.step, found)
         return found
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipesched.errors import InputError
 from pipesched.partitioning.result import StageLayers
-from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
+from pipesched.pipeline.assembly import AssemblySpec, StageCut
 from pipesched.pipeline.construction import checked_programs
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.gathering import named_tensors
+from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.planning.cost_correction import MeasuredStage
@@ -28,14 +28,12 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.replan_verdict import Replanned, certain, layers_moved, strayed, verdict
 from pipesched.program.program import Program
-from pipesched.runtime.rank_host import RankHost
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import TIMES
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.simulator import simulate
 from pipesched.tensors.payload import pytree
-from pipesched.user_warning import warn
 
 __all__ = ["Replanner"]
 
@@ -52,7 +50,7 @@ class _StatePlacement(NamedTuple):
 
 
 class Replanner:
-    """Finds and applies other plans for a pipeline in one process.
+    """Finds and applies other plans for a pipeline.
 
     Args:
         running: the running plan; the Replanner replaces its contents.
@@ -60,6 +58,7 @@ class Replanner:
         history: the traces of the last steps.
         roots: the model and the loss module, keyed by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
+        switch: replaces the running plan.
         asked: the boundaries that the user fixed.
         limits: the maximum number of bytes that each rank may hold, or None if there is no limit.
 
@@ -73,6 +72,7 @@ class Replanner:
         history: StepHistory,
         roots: Mapping[str, nn.Module],
         spec: AssemblySpec,
+        switch: PlanSwitch,
         asked: Pins,
         limits: tuple[int, ...] | None,
     ) -> None:
@@ -81,29 +81,44 @@ class Replanner:
         self._history = history
         self._roots = roots
         self._spec = spec
+        self._switch = switch
         self._asked = asked
         self._limits = limits
 
     def begin(self) -> None:
         """Finish the steps under way. Raises InputError or ExecutionError if the plan cannot be changed."""
-        host = self._host()
+        host = self._running.host
+        self._switch.check()
         host.executor.check_open("replan")
         host.executor.check_outside("replan")
         self._running.flush()
 
-    def apply(self, plan: Plan) -> Replanned:
-        """Switch to a plan, and return the outcome."""
+    def apply(self, plan: Plan, states: UserStates, num_replicas: int | None) -> Replanned:
+        """Switch to a plan, and return the outcome.
+
+        Args:
+            plan: the plan of each replica.
+            states: the user's objects that move with the layers.
+            num_replicas: the number of replicas; None: that of the plan or, if the plan has none, as before.
+
+        """
         names = list(self._spec.layers)
         request = PlanRequest().pinned(plan, names)
-        programs = checked_programs(request, self._running.host.grid, self._spec)
-        pins = Pins(names, request.boundaries)
-        return self._move(programs, self._cost_model.cut_stages(self._host(), pins, programs, plan))
+        host = self._running.host
+        if num_replicas is None:
+            num_replicas = plan.replication.num_replicas if plan.replication else len(host.grid.rows)
+        grid = host.grid if num_replicas == len(host.grid.rows) else host.grid.regrouped(num_replicas)
+        programs = checked_programs(request, grid, self._spec)
+        stage_cut = self._cost_model.cut_stages(host, Pins(names, request.boundaries), programs, plan)
+        host.collectives.check_plan(programs.full.plain, (stage_cut.cut, repr(programs.checkpoint)))
+        return self._move(programs, stage_cut, states, num_replicas)
 
-    def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
+    def improve(self, steps_left: int | None, states: UserStates, *, measure: bool) -> Replanned:
         """Search for a better cut, based on the times of the last steps. Switch to the new cut if it saves enough time.
 
         Args:
             steps_left: the number of steps still to run; None if unknown.
+            states: the user's objects that move with the layers.
             measure: whether to measure the layers again first.
 
         """
@@ -143,7 +158,7 @@ class Replanner:
         )
         if kept:
             return outcome
-        moved = self._move(programs, stage_cut)
+        moved = self._move(programs, stage_cut, states, len(running.host.grid.rows))
         return replace(outcome, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
 
     def _plan(self) -> Plan:
@@ -226,14 +241,15 @@ class Replanner:
 
     # ---- applying a plan --------------------------------------------------------------------------------------------
 
-    def _move(self, programs: ProgramFactory, stage_cut: StageCut) -> Replanned:
+    def _move(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, num_replicas: int) -> Replanned:
         begin = time.perf_counter()
         ranks = _ranks(self._running.program, self._running.cut)
         places = self._places()
-        self._replace_plan(programs, stage_cut)
+        sent = self._switch.switch(programs, stage_cut, states, num_replicas)
         cost_s = time.perf_counter() - begin
+        self._cost_model.regroup(self._running.host.grid, self._spec.zero)
         now = self._places()
-        size = sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
+        size = sent + sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
         layers = layers_moved(ranks, _ranks(self._running.program, self._running.cut))
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
@@ -250,44 +266,6 @@ class Replanner:
                 held = [leaf for leaf in held if leaf.dim()]
             places[name] = _StatePlacement(tensor.device, sum(leaf.nbytes for leaf in held))
         return places
-
-    def _replace_plan(self, programs: ProgramFactory, stage_cut: StageCut) -> None:
-        """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
-        running = self._running
-        old = self._host()
-        splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
-        host = old.use(programs.num_ranks)
-        try:
-            host.executor.start()
-            assembly = Assembly(self._spec, host, programs, stage_cut, running.assembly.optimizers)
-        except BaseException:
-            host.close()
-            running.assembly.put_back()
-            raise
-        assembly.adopt_optimizers()
-        old.close()
-        running.replace(host=host, assembly=assembly, splitter=splitter)
-        if assembly.stages_without_scheduler:
-            warn(
-                f"a learning rate scheduler changes only the optimizers that it was created with; replan() has created "
-                f"new optimizers, with the current settings, for stages {assembly.stages_without_scheduler}; create "
-                f"schedulers for these optimizers too (pipe.optimizers[stage])"
-            )
-
-    def _host(self) -> RankHost:
-        host = self._running.host
-        if not host.grid.in_one_process:
-            raise InputError(
-                f"replan may only move layers within one process; this pipeline runs over a mesh of "
-                f"{len(host.grid.devices)} ranks; save a checkpoint, and load it into a new pipeline made with plan="
-            )
-        if self._spec.wrap is not None:
-            raise InputError(
-                f"replan must not move layers of a pipeline with wrap=, because wrap= has changed each stage as a "
-                f"whole; this pipeline of {len(self._running.cut)} stages has wrap=; save a checkpoint, and load it "
-                f"into a new pipeline made with plan="
-            )
-        return host
 
 
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:

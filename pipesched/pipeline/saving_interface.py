@@ -14,8 +14,10 @@ from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.pipeline.options import Numerics
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.plan import Plan
+from pipesched.runtime.stage.divided_weights import DividedWeights
+from pipesched.saving.chunks import Rows
 from pipesched.saving.exported_weights import export_weights
-from pipesched.saving.live_run import Facts, LiveRun
+from pipesched.saving.live_run import DividedWeight, Facts, LiveRun
 from pipesched.saving.names import own_names
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.restoring import Restored
@@ -261,6 +263,12 @@ class SavingInterface(ModuleInterface):
             for name, module in modules.items()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
+        weights_of = {parameter: weights for weights in running.assembly.divided_weights for parameter in weights}
+        divided = {
+            name: (parameter, weights_of[parameter])
+            for name, parameter in parameters.items()
+            if parameter in weights_of
+        }
         return LiveRun(
             host=running.host,
             facts=self._facts(),
@@ -269,7 +277,8 @@ class SavingInterface(ModuleInterface):
             shared_buffers={
                 own_name(name): buffer for name, buffer in buffers.items() if name not in own and id(buffer) in used
             },
-            shapes={own_name(name): tuple(tensor.shape) for name, tensor in tensors.items()},
+            shapes={own_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
+            | {own_name(name): weights.shape(parameter) for name, (parameter, weights) in divided.items()},
             parameter_names=set(map(own_name, parameters)),
             caches=caches,
             names={id(parameter): own_name(name) for name, parameter in parameters.items()},
@@ -281,6 +290,9 @@ class SavingInterface(ModuleInterface):
             optimizers=running.assembly.optimizers if running.updates else None,
             divided=running.assembly.divided_updates,
             zero=running.assembly.zero,
+            divided_weights={
+                own_name(name): _share(parameter, weights) for name, (parameter, weights) in divided.items()
+            },
             scaler=self._numerics.enabled_scaler,
         )
 
@@ -312,6 +324,12 @@ class SavingInterface(ModuleInterface):
         if assembly.zero >= 2 and self._numerics.clip_grad_norm is not None:
             settings["num_shards"] = num_replicas  # clipping computes the gradient norm from this many norms
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
+
+
+def _share(parameter: nn.Parameter, weights: DividedWeights) -> DividedWeight:
+    """Return what this process holds of a parameter that the replicas divide."""
+    rows = weights.own_rows(parameter)
+    return DividedWeight(rows=None if rows is None else Rows(*rows), is_here=parameter.numel() > 0)
 
 
 def described_loss(loss_fn: Any) -> str | None:

@@ -124,6 +124,9 @@ class RankCollectives(Protocol):
         ``given`` and the result map ranks to values. ``what`` names the values in error messages.
         """
 
+    def trade_in_all(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Like ``trade``, with processes of all replicas. ``given`` and the result map processes to values."""
+
     def gather_spans(self, timelines: Iterable[Timeline]) -> list[Span]:
         """Return the spans that all ranks have measured in these timelines, in seconds on one clock."""
 
@@ -215,6 +218,9 @@ class LocalCollectives:
         return [value]
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        return {}
+
+    def trade_in_all(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return {}
 
     def gather_spans(self, timelines: Iterable[Timeline]) -> list[Span]:

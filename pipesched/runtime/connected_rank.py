@@ -107,6 +107,12 @@ class ConnectedRank:
         """Connect the same rank once more, for example after ``close``. Collective."""
         return ConnectedRank(self._group, self.grid, transport=self._transport, encoding=self.encoding)
 
+    def regroup(self, grid: RankGrid) -> None:
+        """Arrange the same ranks as another grid states. All ranks must call this between the same two calls."""
+        self.grid = grid
+        self.bound.clear()
+        self.alarm.rename(grid.names)
+
     def end_in_child(self) -> None:
         """Disable the rank in a forked child process, without closing the connections of the parent process."""
         self._forked.here = True

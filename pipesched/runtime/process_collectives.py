@@ -249,6 +249,12 @@ class ProcessCollectives:
         with self._connected.stopping_all(f"an exchange of {what}"):
             return self._connected.in_replica().trade(what, given, sources)
 
+    def trade_in_all(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        if not given and not sources:
+            return {}
+        with self._connected.alone(f"an exchange of {what}"):
+            return self._connected.in_all().trade(what, given, sources)
+
     @contextmanager
     def connected(self, method: str) -> Iterator["ProcessCollectives"]:
         self._connected.check_outside(method)

@@ -96,6 +96,28 @@ class RankGrid:
             )
         return replace(self, num_idle=max(0, len(self.all_devices) - num_ranks))
 
+    def regrouped(self, num_replicas: int) -> "RankGrid":
+        """Return a grid of the same processes, arranged as this number of replicas.
+
+        Raises DeviceCountError if the processes cannot be divided evenly.
+        """
+        ranks = [rank for row in self.rows for rank in row]
+        size = len(ranks) // num_replicas
+        if size * num_replicas != len(ranks):
+            raise DeviceCountError(
+                f"replicas need equal numbers of ranks; {counted(len(ranks), 'rank')} cannot be divided into "
+                f"{num_replicas} replicas; choose a number that divides {len(ranks)}"
+            )
+        if self.num_shards > 1:
+            raise DeviceCountError(
+                f"the number of replicas must not change while axes= has 'shard', because wrap= has divided weights "
+                f"over this dimension; the mesh has {self.num_shards} shards; leave the number of replicas unchanged"
+            )
+        rows = tuple(tuple(ranks[size * replica : size * (replica + 1)]) for replica in range(num_replicas))
+        names = _names(rows, [name.partition(" (replica ")[0] for name in self.names])
+        devices = (self.all_devices[0],) * size
+        return replace(self, rows=rows, all_devices=devices, names=names, num_idle=0)
+
     def holds(self, rank: int) -> bool:
         """Return whether a rank of this process's replica runs in this process."""
         return self.in_one_process or rank == self.position
@@ -147,14 +169,13 @@ class RankGrid:
         return self.inputs == "all" and not self.in_one_process and len(self.pipeline) > 1
 
 
-def _names(group: Any, rows: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    """Return the names of a group's ranks. If there are several replicas, each name also states the replica."""
+def _names(rows: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of ranks. If there are several replicas, each name also states the replica."""
     if len(rows) == 1:
-        return tuple(names_of(group))
+        return tuple(names)
     places = {rank: (replica, place) for replica, row in enumerate(rows) for place, rank in enumerate(row)}
     return tuple(
-        f"{name} (replica {places[rank][0]}, rank {places[rank][1]} of its pipeline)"
-        for rank, name in enumerate(names_of(group))
+        f"{name} (replica {places[rank][0]}, rank {places[rank][1]} of its pipeline)" for rank, name in enumerate(names)
     )
 
 
@@ -169,6 +190,12 @@ class SumRanks(NamedTuple):
 
     whole: list[list[int]]
     shards: list[list[int]]
+
+    @classmethod
+    def of(cls, grid: RankGrid) -> "SumRanks":
+        """Return the groups of a grid without shards."""
+        whole = [[grid.global_ranks[rank] for rank in ranks] for ranks in zip(*grid.rows, strict=True)]
+        return cls(whole, [[rank] for ranks in whole for rank in ranks])
 
 
 def grid_of(
@@ -217,7 +244,7 @@ def grid_of(
         rows=rows,
         rank=members.index(distributed.get_rank()),
         all_devices=(_own_device(mesh),) * len(rows[0]),
-        names=_names(group, rows),
+        names=_names(rows, names_of(group)),
         num_shards=size[1],
         global_ranks=tuple(members),
         timeout_s=timeout_s,

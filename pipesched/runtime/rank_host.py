@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.devices.selection import as_devices
-from pipesched.errors import InputError
+from pipesched.errors import DeviceCountError, InputError
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
@@ -23,7 +23,7 @@ from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.torch_checks import as_timeout
 
-__all__ = ["RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads"]
+__all__ = ["HostMaker", "RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class RankHost:
     executor: Executor
     #: Sums gradients across replicas; None if there is one replica.
     sums: ReplicaSums | None = None
+    #: Makes the host of other replicas of the same processes; None if all ranks are in one process.
+    maker: "HostMaker | None" = None
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """Return a host for the same ranks. Only the first ``num_ranks`` ranks of this host hold stages.
@@ -43,6 +45,23 @@ class RankHost:
         """
         grid = self.grid.use(num_ranks, all_ranks=all_ranks)
         return replace(self, grid=grid, executor=self.executor.with_devices(grid.devices))
+
+    def regrouped(self, num_replicas: int) -> "RankHost":
+        """Return a host whose processes form this number of replicas. Collective; this host then ends.
+
+        Raises DeviceCountError if the processes cannot be divided into this number of replicas.
+        """
+        if num_replicas == len(self.grid.rows):
+            return self
+        grid = self.grid.regrouped(num_replicas)
+        if self.maker is None:
+            raise DeviceCountError(
+                f"replicas need a process for each rank; got {num_replicas} replicas in one process; pass mesh="
+            )
+        if self.sums is not None:
+            self.sums.close()
+        self.maker.connected.regroup(grid)
+        return self.maker.host(grid, SumRanks.of(grid))
 
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, and return the timeline of the ranks in this process."""
@@ -106,17 +125,40 @@ def host_of_group(
     reduction_order: ReductionOrder = "sequential",
 ) -> RankHost:
     """Create a host that runs the ranks of a process group, arranged as ``grid`` and ``sums`` state. Collective."""
-    connected = ConnectedRank(group, grid)
-    executor = ProcessExecutor(connected, intra_op_threads)
-    host = RankHost(grid=grid, collectives=ProcessCollectives(connected, reduction_order), executor=executor)
-    if len(grid.rows) == 1:
-        return host
-    facts = {"the ranks of the replicas": str([[grid.global_ranks[rank] for rank in row] for row in grid.rows])}
-    host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
-    whole = ReplicaGroup(sums.whole, connected.timeout_s, reduction_order)
-    shards = whole if grid.num_shards == 1 else ReplicaGroup(sums.shards, connected.timeout_s, reduction_order)
-    lane = CollectiveLane(connected.device)
-    return replace(host, sums=ReplicaSums(whole, shards, lane, connected.check_peers))
+    return HostMaker(ConnectedRank(group, grid), intra_op_threads, reduction_order).host(grid, sums)
+
+
+@dataclass(frozen=True)
+class HostMaker:
+    """Makes the host of this process's rank.
+
+    Args:
+        connected: the rank, connected to the other ranks.
+        intra_op_threads: the number of CPU threads per operation on this rank.
+        reduction_order: the order in which gradients and losses of replicas are added.
+
+    """
+
+    connected: ConnectedRank
+    intra_op_threads: int
+    reduction_order: ReductionOrder
+
+    def host(self, grid: RankGrid, sums: SumRanks) -> RankHost:
+        """Return the host of the ranks, arranged as ``grid`` and ``sums`` state. Collective."""
+        connected, order = self.connected, self.reduction_order
+        host = RankHost(
+            grid=grid,
+            collectives=ProcessCollectives(connected, order),
+            executor=ProcessExecutor(connected, self.intra_op_threads),
+            maker=self,
+        )
+        if len(grid.rows) == 1:
+            return host
+        facts = {"the ranks of the replicas": str([[grid.global_ranks[rank] for rank in row] for row in grid.rows])}
+        host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
+        whole = ReplicaGroup(sums.whole, connected.timeout_s, order)
+        shards = whole if grid.num_shards == 1 else ReplicaGroup(sums.shards, connected.timeout_s, order)
+        return replace(host, sums=ReplicaSums(whole, shards, CollectiveLane(connected.device), connected.check_peers))
 
 
 def host_for(

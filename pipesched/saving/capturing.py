@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from pipesched.checks import shown
 from pipesched.errors import CheckpointError
 from pipesched.progress import advance
@@ -16,7 +18,7 @@ from pipesched.saving.saved_run import CheckpointPart
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
 from pipesched.saving.tensor_files import plain
 
-__all__ = ["capture"]
+__all__ = ["capture", "captured"]
 
 
 def capture(
@@ -33,12 +35,24 @@ def capture(
         InputError: an argument is invalid.
 
     """
+    part, divided = captured(run, optimizer, scheduler, extra)
+    return divided if run.replica else part.joined(divided)
+
+
+def captured(
+    run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None
+) -> tuple[CheckpointPart, CheckpointPart]:
+    """Return this process's part of the state that all replicas hold, and the state that only its replica holds.
+
+    Collective. Raises the same errors as ``capture``.
+    """
     part, divided = CheckpointPart(), CheckpointPart()
 
     def own() -> Any:
-        for kind, tensors in (("parameter", run.parameters), ("buffer", run.buffers)):
-            for name, tensor in tensors.items():
-                part.add(kind, name, {f"{kind}/{name}": plain(tensor, f"{kind} {name!r}")})
+        for name, parameter in run.parameters.items():
+            _capture_parameter(part, divided, name, parameter, run)
+        for name, tensor in run.buffers.items():
+            part.add("buffer", name, {f"buffer/{name}": plain(tensor, f"buffer {name!r}")})
         for name, module in run.modules.items():
             encoded = encode(module.get_extra_state(), f"module/{name}")
             part.add("module state", name, encoded.tensors)
@@ -53,7 +67,21 @@ def capture(
     capture_schedulers(part, schedulers, run)
     capture_extra(part, extras, run)
     check_equal_states(part, run.host)
-    return divided if run.replica else part.joined(divided)
+    return part, divided
+
+
+def _capture_parameter(
+    part: CheckpointPart, divided: CheckpointPart, name: str, parameter: Tensor, run: LiveRun
+) -> None:
+    """Add a parameter to ``part`` or, if the replicas divide it, add the rows of this process to ``divided``."""
+    tensors = {f"parameter/{name}": plain(parameter, f"parameter {name!r}")}
+    held = run.divided_weights.get(name)
+    if held is None:
+        part.add("parameter", name, tensors)
+    elif held.rows is not None:
+        divided.add_rows("parameter", name, tensors, held.rows, run.shapes[name][0])
+    elif held.is_here:
+        divided.add("parameter", name, tensors)
 
 
 def _plain_state(state: Mapping[str, Any]) -> Any:

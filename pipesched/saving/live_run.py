@@ -1,7 +1,7 @@
 """Live run: this process's part of a running pipeline's state, from which a checkpoint is made."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
+from pipesched.saving.chunks import Rows
 
-__all__ = ["Facts", "LiveRun"]
+__all__ = ["DividedWeight", "Facts", "LiveRun"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,16 @@ class Facts:
     #: The settings that determine results. A run can be continued only with the same settings.
     settings: Mapping[str, Any]
     plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedWeight:
+    """What this process holds of a parameter that the replicas divide among themselves."""
+
+    #: The rows that this process holds; None if the parameter is not cut, and one replica holds all of it.
+    rows: Rows | None
+    #: Whether this process holds the parameter or some of its rows.
+    is_here: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,9 @@ class LiveRun:
     divided: Mapping[int, ShardedUpdate]
     #: The option ``zero`` of the pipeline.
     zero: int
+    #: What this process holds of each parameter that the replicas divide between steps, keyed by name. A parameter
+    #: without an entry is whole, also with ``zero=3`` if the rows were gathered first.
+    divided_weights: Mapping[str, DividedWeight] = field(default_factory=dict)
     #: The gradient scaler. Every process has its own scaler, and all scalers have the same state.
     scaler: GradScaler | None
 
@@ -86,6 +100,11 @@ class LiveRun:
         """Return the `ShardedUpdate` that runs an optimizer, or None if the optimizer updates whole parameters."""
         stages = [stage for stage, own in (self.optimizers or {}).items() if own is optimizer]
         return self.divided.get(stages[0]) if stages else None
+
+    def is_here(self, name: str) -> bool:
+        """Return whether this process holds a parameter or buffer of its stages, or at least some rows of it."""
+        held = self.divided_weights.get(name)
+        return held is None or held.is_here
 
     def is_own(self, name: str) -> bool:
         """Return whether this process saves the parameter or buffer with this name."""

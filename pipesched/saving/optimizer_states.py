@@ -22,7 +22,7 @@ from pipesched.saving.saved_run import CheckpointPart, Read, SavedRun
 from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
 from pipesched.units import and_more, counted
 
-__all__ = ["GivenOptimizers", "OptimizerChanges", "as_optimizers", "capture_optimizers"]
+__all__ = ["GivenOptimizers", "OptimizerChanges", "as_optimizers", "capture_optimizers", "saved_groups"]
 
 #: The argument ``optimizer=`` of save and load.
 GivenOptimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
@@ -332,6 +332,14 @@ class OptimizerChanges:
                 if encoded is not None:
                     state = decoded(encoded, lambda key: read(key, self.needed[key]))
                     change.optimizer.state[member.key] = near(state, member.key, change.group)
+
+
+def saved_groups(saved: SavedRun) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield, for each parameter of a saved run, the index of its optimizer, its name and its group's settings."""
+    groups = saved.values.get("groups", ())
+    for name, entry in saved.values.get("parameters", {}).items():
+        group = groups[entry["group"]]
+        yield group["place"][0], name, decoded(group["options"], _no_tensor)
 
 
 def _no_tensor(key: str) -> Tensor:

@@ -94,6 +94,9 @@ class Restoring:
         keys |= self._schedulers.keys if self._schedulers else set()
         #: Key of each tensor that this process reads -> the rows to read (None: all rows).
         self.needed: dict[str, Rows | None] = dict.fromkeys(keys)
+        self.needed |= {
+            key: held.rows for key in self._tensors if (held := run.divided_weights.get(saved.entries[key].name))
+        }
         self.needed |= self._optimizers.needed if self._optimizers else {}
         unknown = next((key for key in self.needed if key not in saved.entries), None)
         if unknown is not None:
@@ -168,17 +171,17 @@ class Restoring:
                 f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} differs from the model "
                 f"({'; '.join(lists)}); build the model that was saved{made * (kind == 'buffer' and not missing)}"
             )
-        for name, tensor in own.items():
+        here = {name: tensor for name, tensor in own.items() if run.is_here(name)}
+        for name, tensor in here.items():
             entry = self._saved.entries[stored[name]]
-            if entry.dtype != dtype_name(tensor.dtype) or (
-                entry.shape != tuple(tensor.shape) and name not in run.caches
-            ):
+            shape = run.shapes[name]
+            if entry.dtype != dtype_name(tensor.dtype) or (entry.shape != shape and name not in run.caches):
                 raise CheckpointError(
                     f"a checkpoint must have the model's shapes and dtypes; {kind} {name!r} is {entry.dtype} of shape "
                     f"{list(entry.shape)} in {self._saved.where}, but {dtype_name(tensor.dtype)} of shape "
-                    f"{list(tensor.shape)} in the model; build the model that was saved"
+                    f"{list(shape)} in the model; build the model that was saved"
                 )
-        return {stored[name]: tensor for name, tensor in own.items()}
+        return {stored[name]: tensor for name, tensor in here.items()}
 
     def _module_states(self) -> list[tuple[Any, Any]]:
         states: Mapping[str, Any] = self._saved.values.get("modules", {})
@@ -288,7 +291,7 @@ class Restoring:
         Everything that can fail has been checked before, except that a file can change or become unreadable meanwhile.
         """
         for key, tensor in self._tensors.items():
-            copy_into(tensor, read(key))
+            copy_into(tensor, read(key, self.needed[key]))
             self._check_goes_on()
         for parameter in self._run.parameters.values():
             parameter.grad = None

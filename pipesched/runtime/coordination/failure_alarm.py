@@ -247,6 +247,11 @@ class Alarm:
         if len(self._addresses) > 1:
             self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
 
+    def rename(self, names: Sequence[str]) -> None:
+        """Use other names for the ranks in messages."""
+        self._names = names
+        self.activity.rename(names)
+
     @property
     def name(self) -> str:
         """The name of this rank in error messages."""

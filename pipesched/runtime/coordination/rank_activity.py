@@ -96,6 +96,10 @@ class Activity:
         self._placement: Sequence[int] = ()
         self._failure: tuple[Doing, str] | None = None
 
+    def rename(self, names: Sequence[str]) -> None:
+        """Use other names for the ranks in messages."""
+        self._names = names
+
     def begin(self, call: str, *, by_heartbeat: bool = False) -> None:
         """Record that a call begins in this thread.
 

@@ -73,6 +73,8 @@ class ProcessExecutor:
 
     def with_devices(self, devices: Sequence[torch.device]) -> "ProcessExecutor":
         """Return this executor: a rank without stages still takes part in collective calls."""
+        self.connected.bound.clear()
+        self._known.clear()
         return self
 
     def check_open(self, call: str) -> None:

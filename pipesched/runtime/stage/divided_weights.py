@@ -67,6 +67,20 @@ class DividedWeights:
         """Iterate over the divided parameters."""
         return (parameter for parameter in chain(*self._units) if parameter in self._divided)
 
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of a parameter's whole tensor."""
+        return self._shards.shape(parameter)
+
+    def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return this replica's rows as (first, last + 1); None if the parameter is not cut."""
+        return self._shards.own_rows(parameter)
+
+    def end_division(self) -> None:
+        """Give each divided parameter a whole tensor without contents, for the stages of the next plan."""
+        for parameter in list(self):
+            parameter.data = self._allocated(parameter)
+        self._divided.clear()
+
     @torch.no_grad()
     def divide(self) -> None:
         """Keep only this replica's rows of the parameters that are not divided yet."""

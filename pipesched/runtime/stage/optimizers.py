@@ -20,16 +20,16 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
-__all__ = ["NO_SETTINGS", "Inheritance", "near", "optimizers_for"]
+__all__ = ["NO_SETTINGS", "Inheritance", "near", "optimizers_for", "regroup"]
 
 _Group = dict[str, Any]
 NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
 
 
 class _OptimizerEntry(NamedTuple):
-    """A parameter's optimizer and parameter group."""
+    """The states of the optimizer that a parameter is in, and the parameter's group."""
 
-    optimizer: Optimizer
+    states: Mapping[Any, Any]
     group: _Group
 
 
@@ -41,6 +41,15 @@ class _Heir:
     groups: list[tuple[_Group, _Group]]
     states: dict[Tensor, Any]
 
+    def take(self) -> None:
+        """Move the parameters and their states to the optimizer."""
+        for group, change in self.groups:
+            group.update(change)
+        self.optimizer.param_groups[:] = [group for group, _ in self.groups]
+        for key in [key for key in self.optimizer.state if isinstance(key, nn.Parameter)]:
+            del self.optimizer.state[key]
+        self.optimizer.state.update(self.states)
+
 
 class Inheritance:
     """Prepares the optimizers for the stages of a new plan. The old optimizers do not change until ``take`` is called.
@@ -51,9 +60,11 @@ class Inheritance:
 
     Args:
         make: creates an optimizer for a list of parameters.
-        before: the optimizers of the old stages, keyed by stage.
+        before: the optimizers of the old stages, keyed by stage. A new stage whose number no old stage has gets the
+            optimizer of an old stage whose number no new stage has, as long as there are such stages.
         stages: the parameters of the new stages, keyed by stage.
         names: the names of the parameters in the model.
+        arriving: for each parameter that another process has trained, its parameter group there.
 
     Raises:
         ModelTypeError: if ``make`` does not return an optimizer, or returns an optimizer that has other parameters.
@@ -66,28 +77,33 @@ class Inheritance:
         before: Mapping[int, Optimizer],
         stages: Mapping[int, list[nn.Parameter]],
         names: Mapping[nn.Parameter, str],
+        arriving: Mapping[nn.Parameter, _Group],
     ) -> None:
         def new(parameters: Sequence[nn.Parameter]) -> Optimizer | None:
             return _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in parameters))
 
-        old = _entries(before.values())
-        heirs = {index: _heir(parameters, before.get(index), new, old) for index, parameters in stages.items()}
+        old = _entries(before.values(), arriving)
+        kept = _kept(before, stages)
+        heirs = {index: _heir(parameters, kept.get(index), new, old) for index, parameters in stages.items()}
         self._heirs = {index: heir for index, heir in heirs.items() if heir is not None}
         scheduled = any("initial_lr" in entry.group for entry in old.values())
         #: Stages with a new optimizer that no learning rate scheduler controls, although a scheduler controls the old
         #: optimizers.
-        self.stages_without_scheduler = [index for index in self._heirs if scheduled and index not in before]
+        self.stages_without_scheduler = [index for index in self._heirs if scheduled and index not in kept]
 
     def take(self) -> dict[int, Optimizer]:
         """Move all parameters and states to the new stages' optimizers; return the optimizers, keyed by stage."""
         for heir in self._heirs.values():
-            for group, change in heir.groups:
-                group.update(change)
-            heir.optimizer.param_groups[:] = [group for group, _ in heir.groups]
-            for key in [key for key in heir.optimizer.state if isinstance(key, nn.Parameter)]:
-                del heir.optimizer.state[key]
-            heir.optimizer.state.update(heir.states)
+            heir.take()
         return {index: heir.optimizer for index, heir in self._heirs.items()}
+
+
+def _kept(before: Mapping[int, Optimizer], stages: Iterable[int]) -> dict[int, Optimizer]:
+    """Return the optimizers of old stages that new stages keep, keyed by the number of the new stage."""
+    kept = {index: before[index] for index in stages if index in before}
+    left = [index for index in sorted(before) if index not in kept]
+    others = [index for index in sorted(stages) if index not in kept]
+    return kept | {index: before[old] for index, old in zip(others, left, strict=False)}
 
 
 def _made(make: Callable[[list[Any]], Any], parameters: list[Any]) -> Optimizer | None:
@@ -123,8 +139,12 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
     return [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _entries(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, _OptimizerEntry]:
-    return {p: _OptimizerEntry(optimizer, group) for optimizer in optimizers for group, p in _members(optimizer)}
+def _entries(
+    optimizers: Iterable[Optimizer], arriving: Mapping[nn.Parameter, _Group] | None = None
+) -> dict[nn.Parameter, _OptimizerEntry]:
+    others = {parameter: _OptimizerEntry({}, group) for parameter, group in (arriving or {}).items()}
+    own = {p: _OptimizerEntry(optimizer.state, group) for optimizer in optimizers for group, p in _members(optimizer)}
+    return others | own
 
 
 def _heir(
@@ -146,15 +166,31 @@ def _heir(
     optimizer = kept or made
     if optimizer is None:
         return None
+    if kept is None:
+        _inherit_settings(optimizer, old)
     first = _entries([made] if made else [])
     later = {parameter: old[parameter] for parameter in parameters if parameter in old}
     group_of = {parameter: entry.group for parameter, entry in (first | later).items()}
     states: dict[nn.Parameter, Any] = {}
     for parameter, entry in (*first.items(), *later.items()):  # an old state replaces one that the constructor has set
-        if parameter in entry.optimizer.state:
-            states[parameter] = entry.optimizer.state[parameter]
+        if parameter in entry.states:
+            states[parameter] = entry.states[parameter]
     placed: dict[Tensor, Any] = {p: near(state, p, group_of[p]) for p, state in states.items()}
     return _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
+
+
+def _inherit_settings(new: Optimizer, old: Mapping[nn.Parameter, _OptimizerEntry]) -> None:
+    """Give each group of a new optimizer the settings that its parameters have had, if they have had the same."""
+    for group in new.param_groups:
+        before = [old[parameter].group for parameter in group["params"] if parameter in old]
+        if before and all(_same_settings(before[0], other) for other in before):
+            group.update(_settings(before[0]))
+
+
+def _settings(group: _Group) -> _Group:
+    """Return copies of the settings of a group."""
+    own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
 
 
 def _regrouped(
@@ -173,7 +209,7 @@ def _regrouped(
         own = group_of[parameter]
         at = next((at for at, group in enumerate(groups) if group is own or _same_settings(group, own)), len(groups))
         if at == len(groups):
-            groups.append({key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()})
+            groups.append(_settings(own))
             taken.append([])
         taken[at].append(parameter)
     names = {
@@ -212,6 +248,21 @@ def near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
     return pytree.tree_map_only(Tensor, moved, state)
 
 
+def regroup(optimizer: Optimizer, parameters: Sequence[nn.Parameter], arriving: Mapping[nn.Parameter, _Group]) -> None:
+    """Let an optimizer of the user train exactly these parameters. It keeps the states of those that it had.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: the parameters; each is in the optimizer or in ``arriving``.
+        arriving: for each parameter that another process has trained, its parameter group there. The parameter joins
+            the optimizer's group with the same settings.
+
+    """
+    heir = _heir(parameters, optimizer, lambda _: None, _entries([optimizer], arriving))
+    assert heir is not None
+    heir.take()
+
+
 def optimizers_for(
     optimizer: Callable[[list[Any]], Any],
     stages: Mapping[int, Stage],
@@ -220,6 +271,7 @@ def optimizers_for(
     before: Mapping[int, Optimizer],
     names: Mapping[nn.Parameter, str],
     rules: GradientRules | None = None,
+    arriving: Mapping[nn.Parameter, _Group] | None = None,
 ) -> Inheritance:
     """Prepare the optimizers of the new stages: keep an old stage's optimizer, or create one with the user's function.
 
@@ -234,6 +286,7 @@ def optimizers_for(
         rules: how gradients are clipped, scaled and checked before an update. If there are rules and tied parameters,
             all updates wait for the gradients of the tied parameters. Default: None (gradients are not changed before
             updates).
+        arriving: for each parameter that another process has trained, its parameter group there. Default: none.
 
     Raises:
         ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.
@@ -244,4 +297,4 @@ def optimizers_for(
         stage.optimizer.late = any(rules is not None or home(parameter) == index for parameter in tied)
         stage.optimizer.rules = rules
     own = {index: stage.optimizer.parameters for index, stage in stages.items()}
-    return Inheritance(optimizer, before, own, names)
+    return Inheritance(optimizer, before, own, names, arriving or {})

@@ -68,6 +68,7 @@ class ShardedUpdate:
         self.unsent: Container[nn.Parameter] = ()
         #: For each parameter group, the stage's parameters that the optimizers of all replicas update.
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
         #: Each parameter that this replica updates, in part or in full -> its local parameter.
         self.local: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.parameters:
@@ -90,6 +91,14 @@ class ShardedUpdate:
             if parameter in self.local:
                 own = {name: self._own_rows(parameter, name, value) for name, value in state.items()}
                 optimizer.state[self.local[parameter]] = own
+
+    def end(self) -> None:
+        """Give the optimizer the stage's parameters again, without states, for the stages of the next plan."""
+        for group, parameters, names in zip(self._optimizer.param_groups, self.groups, self._names, strict=True):
+            group["params"] = list(parameters)
+            if names:
+                group["param_names"] = names
+        self._optimizer.state.clear()
 
     def _own_rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or self.local[parameter].shape == parameter.shape:

@@ -21,6 +21,7 @@ _TRADES = (
     "gradients of tied weights",
     "statistics",
     DEALT,
+    "the state of a run",
 )
 _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 

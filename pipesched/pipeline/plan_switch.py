@@ -1,0 +1,197 @@
+"""Plan switch: replaces the running plan between two steps. The weights, states and gradients move with their layers.
+
+In one process, every rank reaches every tensor, so layers only move to the devices of their new ranks. Over processes,
+the state is sent to the processes that need it (`pipesched.elastic.state_transfer`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipesched.elastic.state_transfer import GRADIENT, HeldState, MovedTensors, held_state
+from pipesched.elastic.transfer_plan import bytes_moved
+from pipesched.errors import InputError
+from pipesched.model.stale_weights import StaleGuard
+from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
+from pipesched.pipeline.checks.replica_checks import check_replicas
+from pipesched.pipeline.gathering import place_weights
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.planning.program_factory import ProgramFactory
+from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.optimizers import regroup
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers
+from pipesched.saving.restoring import Restoring
+from pipesched.saving.rollback import Rollback
+from pipesched.user_warning import warn
+
+__all__ = ["PlanSwitch", "UserStates"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserStates:
+    """The user's objects whose states move with the layers, as for `Pipeline.save`."""
+
+    optimizer: GivenOptimizers | None = None
+    scheduler: Any = None
+    extra: Mapping[str, Any] | None = None
+
+
+class PlanSwitch:
+    """Replaces the running plan of a pipeline.
+
+    Args:
+        running: the running plan; its contents are replaced.
+        spec: the model and the user's options for its stages.
+        roots: the model and the loss module, keyed by the prefix of their parameters' names.
+        guard: the StaleGuard of the model.
+        live_run: returns the state of the run under the running plan.
+        check_replicas: raises an error if the pipeline cannot have a number of replicas.
+
+    """
+
+    def __init__(
+        self,
+        running: RunningPlan,
+        spec: AssemblySpec,
+        roots: Mapping[str, nn.Module],
+        guard: StaleGuard,
+        live_run: Callable[[], LiveRun],
+        check_replicas: Callable[[int], None],
+    ) -> None:
+        self._running = running
+        self._spec = spec
+        self._roots = roots
+        self._guard = guard
+        self._live_run = live_run
+        self._check_replicas = check_replicas
+
+    def check(self) -> None:
+        """Raise InputError if the pipeline cannot switch to another plan."""
+        if self._spec.wrap is not None:
+            raise InputError(
+                f"replan must not move layers of a pipeline with wrap=, because wrap= has changed each stage as a "
+                f"whole; this pipeline of {len(self._running.cut)} stages has wrap=; save a checkpoint, and load it "
+                f"into a new pipeline made with plan="
+            )
+
+    def switch(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, num_replicas: int) -> int:
+        """Switch to the stages in ``stage_cut``, in this number of replicas. Return the number of bytes sent.
+
+        If building the stages raises, the old plan keeps running in one process. Over processes the pipeline then
+        ends in all processes, because some of them may have changed already.
+        """
+        host = self._running.host
+        self._check_replicas(num_replicas)
+        if num_replicas > 1:
+            check_replicas(self._spec.model, programs, self._spec.batch_norm)
+        if host.grid.in_one_process:
+            self._build(host.use(programs.num_ranks), programs, stage_cut, {})
+            host.close()
+            return 0
+        return self._over_processes(programs, stage_cut, states, num_replicas)
+
+    def _over_processes(
+        self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, num_replicas: int
+    ) -> int:
+        before = self._live_run()
+        state = held_state(before, states.optimizer, states.scheduler, states.extra)
+        given = [] if self._spec.optimizer is not None else as_optimizers(states.optimizer, before)
+        arriving = state.arriving(before, self._parameters(before))
+        try:
+            self._end_division()
+            host = self._running.host.regrouped(num_replicas).use(programs.num_ranks)
+            of_stages = {} if given else {p: group for groups in arriving.values() for p, group in groups.items()}
+            with self._guard.lifted():
+                self._build(host, programs, stage_cut, of_stages)
+            self._guard.release()
+            place_weights(self._roots, self._guard, host, self._running.assembly)
+            self._guard.check(changes=True)
+            after = self._live_run()
+            for index, optimizer in enumerate(given):
+                self._regroup(optimizer, arriving.get(index, {}), after)
+            return self._load(state, after, states)
+        except BaseException as error:
+            host.executor.abandon("replan", error)
+            raise
+
+    def _parameters(self, run: LiveRun) -> dict[str, nn.Parameter]:
+        every = {id(parameter): parameter for root in self._roots.values() for parameter in root.parameters()}
+        return {name: every[key] for key, name in run.names.items()}
+
+    def _end_division(self) -> None:
+        """Undo the division of weights and updates among the replicas; the new stages divide them again."""
+        assembly = self._running.assembly
+        for weights in assembly.divided_weights:
+            weights.end_division()
+        for update in assembly.divided_updates.values():
+            update.end()
+
+    def _build(
+        self,
+        host: RankHost,
+        programs: ProgramFactory,
+        stage_cut: StageCut,
+        arriving: Mapping[nn.Parameter, dict[str, Any]],
+    ) -> None:
+        """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
+        running = self._running
+        splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
+        try:
+            host.executor.start()
+            assembly = Assembly(self._spec, host, programs, stage_cut, running.assembly, arriving)
+        except BaseException:
+            if host.grid.in_one_process:
+                host.close()
+            running.assembly.put_back()
+            raise
+        assembly.adopt_optimizers()
+        running.replace(host=host, assembly=assembly, splitter=splitter)
+        if assembly.stages_without_scheduler:
+            warn(
+                f"a learning rate scheduler changes only the optimizers that it was created with; replan() has created "
+                f"new optimizers, with the current settings, for stages {assembly.stages_without_scheduler}; create "
+                f"schedulers for these optimizers too (pipe.optimizers[stage])"
+            )
+
+    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, dict[str, Any]], run: LiveRun) -> None:
+        """Let one of the user's optimizers train those of its parameters that this process now trains."""
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        own = [parameter for parameter in run.parameters.values() if parameter in held or parameter in arriving]
+        regroup(optimizer, own, arriving)
+
+    def _load(self, state: HeldState, run: LiveRun, states: UserStates) -> int:
+        """Load the state into the run under the new plan. Returns the number of bytes sent between processes."""
+        facts = replace(state.saved.facts, settings={**state.saved.facts.settings, **_counts(run)})
+        moved: MovedTensors | None = None
+
+        def read(key: str, rows: Any = None) -> Any:
+            assert moved is not None
+            return moved.read(key, rows)
+
+        saved = replace(state.saved, facts=facts, read=read)
+        restoring = Restoring(saved, run, states.optimizer, states.scheduler, states.extra)
+        restoring.warn()
+        gradients = {
+            f"{GRADIENT}/{name}": parameter
+            for name, parameter in run.parameters.items()
+            if f"{GRADIENT}/{name}" in state.held
+        }
+        needed = {**restoring.needed, **dict.fromkeys(gradients)}
+        moved = MovedTensors(state, run.host.collectives, run.process, needed)
+        rollback = Rollback()
+        restoring.load_objects(restoring.extra_states(read), rollback)
+        restoring.load_states(read, rollback)
+        restoring.apply(read)
+        for key, parameter in gradients.items():
+            parameter.grad = read(key).to(parameter.device)
+        moved.finish()
+        return bytes_moved(moved.messages)
+
+
+def _counts(run: LiveRun) -> dict[str, Any]:
+    """Return the settings that a new plan may change."""
+    return {"num_microbatches": run.facts.settings["num_microbatches"]}

@@ -1,0 +1,122 @@
+"""Jobs that train over processes while the plan changes, and return what a run that never changes must have."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from pipesched import Distributed, Numerics, Pipeline, schedules
+from pipesched.planning.plan import Plan
+from tests.support import resumed_runs as runs
+from tests.support.places import Group, mesh_of, place
+from tests.support.resumed_runs import Half
+
+
+@cache
+def plan_of(half: Half, in_tree: bool = False) -> Plan:
+    """Return the plan of one replica, as a pipeline of this kind makes it."""
+    num_stages = half.ranks * schedules.get(half.schedule).chunks_per_rank
+    layers = ["first", *(f"blocks.{index}" for index in range(runs.BLOCKS)), "last"]
+    one = Pipeline(
+        untied() if in_tree else runs.Net(),
+        runs.batch(0)[0][:3],
+        loss_fn=functional.mse_loss,
+        schedule=half.schedule,
+        devices=["cpu"] * half.ranks,
+        num_microbatches=runs.MICROBATCHES // half.replicas,
+        boundaries=[layers[len(layers) * stage // num_stages] for stage in range(1, num_stages)],
+        checkpoint=half.checkpoint,
+    )
+    with one:
+        return one.plan
+
+
+def untied() -> nn.Module:
+    """Return a model in which no weight is shared, because sums in a tree need that."""
+    model = runs.Net()
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    return model
+
+
+def pipeline(group: Group, half: Half, in_tree: bool) -> Pipeline:
+    """Return a pipeline over all processes of the group that begins with the plan of ``half``."""
+    where = place(group)
+    if half.replicas > 1:
+        where["mesh"] = mesh_of(half.replicas, group.size() // half.replicas)
+        where["distributed"] = Distributed(timeout=600, zero=half.zero)
+    user = half.optimizer == "user"
+    return Pipeline(
+        untied() if in_tree else runs.Net(),
+        runs.batch(0)[0][:3],
+        loss_fn=functional.mse_loss,
+        plan=plan_of(half, in_tree),
+        optimizer=None if user else runs.adam,
+        numerics=Numerics(
+            batch_norm="mini-batch" if half.replicas > 1 else "micro-batch",
+            clip_grad_norm=None if user else runs.CLIP,
+            reduction_order="tree" if in_tree else "sequential",
+        ),
+        seed=runs.SEED,
+        **where,
+    )
+
+
+class Schedulers:
+    """One scheduler for each optimizer. An optimizer that is new in the middle of a run gets one in the same state."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def step(self, optimizers: Sequence[Any], step: int) -> None:
+        for optimizer in optimizers:
+            if optimizer not in self._known:
+                rates = [group["lr"] for group in optimizer.param_groups]
+                self._known[optimizer] = scheduler = CosineAnnealingLR(optimizer, runs.STEPS)
+                scheduler.last_epoch = step
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+            self._known[optimizer].step()
+
+
+def trained(
+    group: Group, halves: Sequence[Half], in_tree: bool = False
+) -> tuple[list[Tensor], dict[str, Tensor], list[int]]:
+    """Train under each plan in turn; return the losses, this process's tensors, and the bytes sent by each change."""
+    first = half = halves[0]
+    with pipeline(group, first, in_tree) as pipe:
+        own = [runs.adam(pipe.parameters())] if first.optimizer == "user" else []
+        states = {"optimizer": own[0]} if own else {}
+        schedulers = Schedulers()
+        losses, moved = [], []
+        length = -(-runs.STEPS // len(halves))
+        for step in range(runs.STEPS):
+            if step and step % length == 0:
+                half = halves[step // length]
+                moved.append(pipe.replan(plan_of(half, in_tree), num_replicas=half.replicas, **states).moved_bytes)
+            replica = group.rank() * half.replicas // group.size()
+            x, y = (rows.chunk(half.replicas)[replica] for rows in runs.batch(step))
+            losses.append(pipe.step(x, target=y).clone())
+            if own:
+                pipe.clip_grad_norm_(runs.CLIP)
+                own[0].step()
+                own[0].zero_grad()
+            schedulers.step(own or list(pipe.optimizers.values()), step)
+        return losses, tensors_of(pipe, own or list(pipe.optimizers.values())), moved
+
+
+def tensors_of(pipe: Pipeline, optimizers: list[Any]) -> dict[str, Tensor]:
+    """Return this process's weights, buffers and optimizer states. Divided states have the index of their first row."""
+    names: dict[Any, str] = {parameter: name for name, parameter in pipe.named_parameters()}
+    weights = pipe.full_state_dict()
+    tensors = {**{name: weights[name] for name in names.values()}, **dict(pipe.named_buffers())}
+    rows: dict[Any, int] = {}
+    for update in pipe._running.assembly.divided_updates.values():
+        for parameter, local in update.local.items():
+            names[local] = names[parameter]
+            if (own := update.own_rows(parameter)) is not None:
+                rows[local] = own[0]
+    tensors |= dict(runs.named_states(optimizers, names, rows))
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
