@@ -84,6 +84,8 @@ class Paths:
         self._random = KeyedRandom(torch.device("cpu"))
         self._forms = LayerForms.of(recording.capture, layers)
         self._twin: MetaTwin | None = None
+        #: The shapes of the whole weights. Later, a replica may hold only some of their rows.
+        self._shapes: dict[torch.Tensor, torch.Size] = {own: own.shape for own in model.parameters()}
         self._buffers = {name for name, _ in model.named_buffers()}
         #: path -> capture. Numbers are never used again.
         self.captures: dict[int, Capture] = {0: recording.capture}
@@ -222,7 +224,7 @@ class Paths:
         """Run the code between layers on a micro-batch; return its capture, or None if it needs values of layers."""
         self.scouted += 1
         if self._twin is None:
-            self._twin = MetaTwin(self._model)
+            self._twin = MetaTwin(self._model, self._shapes)
         else:
             self._twin.refresh()
         twin = self._twin

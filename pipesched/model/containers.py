@@ -383,12 +383,20 @@ class Twin(_ModuleCopies):
 
 
 class MetaTwin(Twin):
-    """A copy of a model whose weights and buffers are on the meta device. The user's hooks do not run on it."""
+    """A copy of a model whose weights and buffers are on the meta device. The user's hooks do not run on it.
+
+    Args:
+        model: the model.
+        shapes: the shapes of whole weights. Between runs, a weight may hold only some of its rows. Other tensors keep
+            the shapes that they have.
+
+    """
 
     _shares = False
     _kept = (*Twin._kept, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shapes: Mapping[Tensor, torch.Size]) -> None:
+        self._shapes = shapes
         self._on_meta: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         super().__init__(model)
 
@@ -407,7 +415,8 @@ class MetaTwin(Twin):
 
     def _meta(self, tensor: Any) -> Any:
         if id(tensor) not in self._on_meta:
-            self._on_meta[id(tensor)] = tensor, None if tensor is None else _without_contents(tensor)
+            shape = None if tensor is None else self._shapes.get(tensor, tensor.shape)
+            self._on_meta[id(tensor)] = tensor, None if shape is None else _without_contents(tensor, shape)
         return self._on_meta[id(tensor)][1]
 
     def _copy(self, module: nn.Module) -> nn.Module:
@@ -418,8 +427,8 @@ class MetaTwin(Twin):
         return copy
 
 
-def _without_contents(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _without_contents(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
     made = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
     return with_copied_attributes_of(tensor, made)
 

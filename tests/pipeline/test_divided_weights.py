@@ -44,6 +44,11 @@ def test_divided_weights_are_not_used_by_mistake(ranks: Ranks, tmp_path: Path):
     ranks.run(4, jobs.refuse, tmp_path)
 
 
+def test_micro_batches_take_another_branch_than_the_samples(ranks: Ranks):
+    """The sizes of results on the new branch come from whole weights, of which a replica has some rows only."""
+    ranks.run(4, jobs.branch)
+
+
 def test_a_model_without_weights_is_filled_as_without_zero(ranks: Ranks):
     ranks.run(4, jobs.start_empty)
 

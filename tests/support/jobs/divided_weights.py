@@ -18,6 +18,7 @@ from pipesched.program.lowering import add_gathers
 from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.stage import split_backward
 from pipesched.testing import reference_step
+from tests.support.branching_batches import Padded, batch_of, model_of
 from tests.support.jobs.zero import MICROBATCHES, ROWS, batch, made, momentum, plain, tied
 from tests.support.saved_reports import read_again
 
@@ -303,6 +304,25 @@ class Reaching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
+
+
+def branch(group: Any) -> None:
+    """Check that micro-batches take another branch than the sample's, in a step and in an evaluation."""
+    options: dict[str, Any] = {"loss_fn": None, "num_microbatches": 2, "sample": batch_of([0])}
+    pipe, replica = divided(group, model_of(Padded), **options)
+    model = model_of(Padded)
+    optimizer = momentum(list(model.parameters()))
+    with pipe:
+        for step, padding in enumerate([(0, 0, 3, 0), (3, 0, 2, 3)]):
+            whole = batch_of(padding)
+            own = {name: value.chunk(2)[replica] for name, value in whole.items()}
+            due = reference_step(model, **whole, num_microbatches=2, num_replicas=2, seed=3, step=step)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(pipe.step(**own), due)
+        check_state(pipe.full_state_dict(), model)
+        pipe.eval()
+        pipe.evaluate(**own)
 
 
 def start_empty(group: Any) -> None:
