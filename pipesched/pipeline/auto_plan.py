@@ -109,11 +109,50 @@ class AutoPlan:
         search_counts = self.free and self.search.batch_size is not None and request.num_microbatches is None
         if request.num_microbatches is None and not search_counts:
             request = replace(request, num_microbatches=-(-batch_size // sample_rows))
+        profile = self._profile(sample_rows, measured, several=search_counts)
+        search_request = self._search_request(profile, batch_size, request)
+        plan = find_plan_of_replicas(search_request) if self.gather_once is None else find_plan(search_request)
+        first = plan.alternatives[0] if plan.alternatives else None
+        _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
+        if why := too_small(plan, search_request):
+            warn(f"{why}; pass one device, or pass schedule= to use several")
+        rows = -(-batch_size // plan.program.num_microbatches)
+        graph = profile.graph(rows)
+        overheads = plan.costs.overheads if plan.costs else None
+        size = Size(rows, max(1, rows * sample.elements // sample_rows))
+        return plan, {name: costs_of(graph, name) for name in graph}, overheads, size, profile.size_fit
+
+    def again(
+        self,
+        request: PlanRequest,
+        layers: Mapping[str, LayerCosts],
+        rows: int,
+        speeds: Mapping[int, float],
+        effort: int,
+    ) -> Plan:
+        """Search again, with costs and speeds of ranks that were measured in steps. Raises the errors of ``find``.
+
+        Args:
+            request: the user's choices, with the number of micro-batches.
+            layers: the costs of the layers.
+            rows: the number of rows of a micro-batch; 0 for that of the sample.
+            speeds: the speeds of slow ranks relative to the fastest.
+            effort: the number of actions that the search is allowed to simulate.
+
+        """
+        rows = rows or self._sample_size().rows
+        machine = Machine(on_host=self.devices[0].type == "cpu")
+        profile = Profile({rows: self.layered.graph(layers)}, machine=machine)
+        assert request.num_microbatches is not None
+        search = self._search_request(profile, rows * request.num_microbatches, request)
+        return find_plan(replace(search, speeds=speeds, effort=effort))
+
+    def _search_request(self, profile: Profile, batch_size: int, request: PlanRequest) -> SearchRequest:
         is_limited = self.search.memory_limit_bytes is not None
-        profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
+        profile = self._with_updates(profile)
         profile = self._with_refusals(profile) if is_limited else profile
         profile = on_devices(profile, self.devices, self.search.offload, is_limited=is_limited)
-        search_request = SearchRequest.of(
+        return SearchRequest.of(
             profile,
             len(self.devices),
             batch_size,
@@ -130,16 +169,6 @@ class AutoPlan:
             replica_costs=self.replicas,
             in_tree=self.numerics.reduction_order == "tree",
         )
-        plan = find_plan_of_replicas(search_request) if self.gather_once is None else find_plan(search_request)
-        first = plan.alternatives[0] if plan.alternatives else None
-        _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
-        if why := too_small(plan, search_request):
-            warn(f"{why}; pass one device, or pass schedule= to use several")
-        rows = -(-batch_size // plan.program.num_microbatches)
-        graph = profile.graph(rows)
-        overheads = plan.costs.overheads if plan.costs else None
-        size = Size(rows, max(1, rows * sample.elements // sample_rows))
-        return plan, {name: costs_of(graph, name) for name in graph}, overheads, size, profile.size_fit
 
     def _sample_size(self) -> Size:
         splitter = Splitter(1, fixed=False, split_dims=self.numerics.split_dims)

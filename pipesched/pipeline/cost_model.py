@@ -85,7 +85,8 @@ class CostModel:
         links: Links | None,
         replicas: ReplicaCosts | None,
     ) -> None:
-        self._replicas = replicas
+        #: The costs of the pipeline's replicas; None if there is only one replica.
+        self.replicas = replicas
         self._all_links = links
         self.layered = layered
         #: The links between the ranks of one replica.
@@ -107,14 +108,21 @@ class CostModel:
         self._loss_fn = loss_fn
         self._guard = guard
         self._devices = grid.all_devices
+        #: For each rank, the device or the process that can be slower than others.
+        self.places = self.places_of(grid)
         self._ranks_are: RanksAre = "threads" if grid.in_one_process else "processes"
         self._intra_op_threads = intra_op_threads
 
     def regroup(self, grid: RankGrid, zero: int) -> None:
         """Use the costs of other replicas, which ``grid`` arranges. ``zero`` is as in `Distributed`."""
-        self._replicas = replicas = replica_costs(grid, zero, self._all_links)
+        self.replicas = replicas = replica_costs(grid, zero, self._all_links)
         self.links = self._all_links if replicas is None else replicas.pipeline_links()
         self._devices = grid.all_devices
+        self.places = self.places_of(grid)
+
+    def places_of(self, grid: RankGrid) -> tuple[Hashable, ...]:
+        """Return, for each rank of a grid, the device or the process that can be slower than others."""
+        return grid.all_devices if grid.in_one_process else grid.rows[0]
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
         """Return the `Replication` that describes the replicas that run these programs.
@@ -126,9 +134,9 @@ class CostModel:
         return None if replicas is None else replicas.replication
 
     def _replica_costs(self, programs: ProgramFactory) -> ReplicaCosts | None:
-        if self._replicas is None or not programs.buckets:
+        if self.replicas is None or not programs.buckets:
             return None
-        return self._replicas.gathering(once=programs.completion.gather_once is not False)
+        return self.replicas.gathering(once=programs.completion.gather_once is not False)
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
         """Return the layers' costs, keyed by layer. The first call measures the layers; no step may run meanwhile.
@@ -138,18 +146,30 @@ class CostModel:
 
         """
         if self.layers is None:
-            without_contents = lacks_contents(self._model)
-            effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
-            device = self._devices[0]
-            with self._guard.lifted(), set_aside(self._model, self._loss_fn):
-                layers = measure(self.layered, device, self._intra_op_threads, effort)
-                if self._loss_fn is not None and not without_contents:
-                    last, costs = layers.popitem()
-                    layers[last] = with_supposed_loss(
-                        costs, self._loss_fn, self.layered.output(), device, self._intra_op_threads
-                    )
-            self.layers = layers
+            self.layers = self._measured_now(crowds=crowds)
         return self.layers
+
+    def _measured_now(self, *, crowds: bool) -> dict[str, LayerCosts]:
+        without_contents = lacks_contents(self._model)
+        effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
+        device = self._devices[0]
+        with self._guard.lifted(), set_aside(self._model, self._loss_fn):
+            layers = measure(self.layered, device, self._intra_op_threads, effort)
+            if self._loss_fn is not None and not without_contents:
+                last, costs = layers.popitem()
+                layers[last] = with_supposed_loss(
+                    costs, self._loss_fn, self.layered.output(), device, self._intra_op_threads
+                )
+        return layers
+
+    def slowness_here(self) -> float:
+        """Measure the layers in this process, and return how many times slower it is than the known costs say.
+
+        A process without stages measures itself in this way, because steps do not measure it.
+        """
+        known = self.measured()
+        now = self._measured_now(crowds=False)
+        return sum(map(_work_s, now.values())) / (sum(map(_work_s, known.values())) or 1.0)
 
     def forget(self) -> None:
         """Discard the measured layer costs, so that the next use measures the layers again."""
@@ -171,7 +191,11 @@ class CostModel:
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(
-        self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
+        self,
+        programs: ProgramFactory,
+        cut: StageLayers,
+        layers: Mapping[str, LayerCosts] | None = None,
+        places: Sequence[Hashable] | None = None,
     ) -> Costs:
         """Return the stages' costs, including the effects of links and slow devices, but excluding overheads.
 
@@ -179,14 +203,18 @@ class CostModel:
             programs: the programs that run the stages.
             cut: the layers of each stage.
             layers: the layers' costs. Default: the measured costs.
+            places: the places of the ranks. Default: those of the running plan.
 
         """
+        places = self.places if places is None else places
         costs_by_layer = treated(self.measured() if layers is None else layers, programs.checkpoint)
         program = programs.full.plain
         stages = [[costs_by_layer[name] for name in cut[part]] for part in program.weights]
         offloads = offloading(programs.checkpoint, cut)
         costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if offloads else None)
-        costs = replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
+        costs = replace(
+            slowed(costs, [self.slow.get(places[rank], 1.0) for rank in program.placement]), links=self.links
+        )
         replicas = self._replica_costs(programs)
         if replicas is None:
             return costs
@@ -204,9 +232,9 @@ class CostModel:
     def _host_bytes_per_s(self) -> float | None:
         return host_bytes_per_s(self._devices[0])
 
-    def slowness(self, rank: int) -> float:
-        """Return how many times slower a rank's device is than the fastest device; 1 if this was not measured."""
-        return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
+    def slowness(self, place: Hashable) -> float:
+        """Return how many times slower a device or process is than the fastest; 1 if this was not measured."""
+        return self.slow.get(place, 1.0)
 
     def learn(self, stages: Sequence[MeasuredStage], tolerance: float) -> None:
         """Correct the costs of layers and devices, based on the measured times of stages.
@@ -224,19 +252,21 @@ class CostModel:
         self.slow = dict(known.slow)
         self.overheads = None  # measured stage times contain the overheads
 
-    def cut_stages(self, host: RankHost, pins: Pins, programs: ProgramFactory, plan: Plan | None) -> StageCut:
-        """Choose the layers of each stage. Rank 0 chooses on behalf of all ranks.
+    def partitioner(
+        self, pins: Pins, programs: ProgramFactory, places: Sequence[Hashable] | None = None
+    ) -> StagePartitioner:
+        """Return what divides the layers into the stages of some programs.
 
         Args:
-            host: the host of the ranks.
             pins: the fixed boundaries.
-            programs: the programs that will run the stages.
-            plan: the user's plan, or None. The plan's partition and alternatives are copied to the result.
+            programs: the programs.
+            places: the places of the ranks. Default: those of the running plan.
 
         """
         program = programs.full.plain
-        speeds = {rank: 1 / slow for rank in program.placement if (slow := self.slowness(rank)) != 1}
-        partitioner = StagePartitioner(
+        places = self.places if places is None else places
+        speeds = {rank: 1 / slow for rank in program.placement if (slow := self.slowness(places[rank])) != 1}
+        return StagePartitioner(
             pins=pins,
             program=program,
             graph=lambda: self.layered.graph(self.treated(programs)),
@@ -244,6 +274,26 @@ class CostModel:
             links=self.links,
             speeds=speeds,
         )
+
+    def cut_stages(
+        self,
+        host: RankHost,
+        pins: Pins,
+        programs: ProgramFactory,
+        plan: Plan | None,
+        places: Sequence[Hashable] | None = None,
+    ) -> StageCut:
+        """Choose the layers of each stage. Rank 0 chooses on behalf of all ranks.
+
+        Args:
+            host: the host of the ranks.
+            pins: the fixed boundaries.
+            programs: the programs that will run the stages.
+            plan: the user's plan, or None. The plan's partition and alternatives are copied to the result.
+            places: the places of the ranks. Default: those of the running plan.
+
+        """
+        partitioner = self.partitioner(pins, programs, places)
         cut, found = host.collectives.agreed(partitioner.partition)
         learn_sent_values(host, self.layered, cut)
         return StageCut(
@@ -254,3 +304,7 @@ class CostModel:
             advice=NO_ADVICE if plan is None else plan.advice,
             gather_once=plan is None or plan.replication is None or plan.replication.gather_once,
         )
+
+
+def _work_s(costs: LayerCosts) -> float:
+    return costs.forward_s + costs.backward_s

@@ -267,8 +267,12 @@ class Distributed:
             backward. False takes longer but needs less memory. Default: None (True, unless ``zero=3`` and only False
             stays within ``memory_limit_bytes``).
 
+        replan_every: the number of steps after which the pipeline looks for a faster plan, as `Pipeline.replan` does,
+            and logs what it found. It searches only if the times of the ranks have changed. Needs ``optimizer=``, and
+            a schedule that ends each step before the next. Default: None (only when you call ``replan``).
+
     Raises:
-        InputError: zero or weights is unknown.
+        InputError: zero, weights or replan_every has an invalid value.
 
     """
 
@@ -277,8 +281,14 @@ class Distributed:
     timeout: float | None = None
     zero: int = 0
     gather_once: bool | None = None
+    replan_every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.replan_every is not None and not is_count(self.replan_every):
+            raise InputError(
+                f"replan_every= must be a number of steps, at least 1; got {shown(self.replan_every)}; pass a number "
+                f"such as 200, or leave it out"
+            )
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise InputError(
                 f"zero= must be 0 (nothing is split across replicas), 1 (optimizer states are split), 2 (also summed "
@@ -293,6 +303,18 @@ class Distributed:
             raise InputError(
                 f"gather_once= must be True, False or None; got {shown(self.gather_once)}; pass one of them"
             )
+
+    def check_replan(self, *, has_optimizers: bool, is_asynchronous: bool) -> None:
+        """Raise InputError if the pipeline cannot change its plan between two steps without being asked."""
+        if self.replan_every is None or (has_optimizers and not is_asynchronous):
+            return
+        has = "a schedule whose steps overlap" if has_optimizers else "no optimizer="
+        remedy = "choose another schedule" if has_optimizers else "pass optimizer="
+        raise InputError(
+            f"replan_every= moves weights and optimizer states between two steps, so it needs optimizer= and a "
+            f"schedule that ends each step before the next; this pipeline has replan_every={self.replan_every} and "
+            f"{has}; {remedy}, or call replan() yourself"
+        )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:
         """Raise InputError if ``zero`` is set, but there is only one replica or no optimizer."""

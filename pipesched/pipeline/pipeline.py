@@ -43,6 +43,7 @@ from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.planned_rows import PlannedRows
 from pipesched.pipeline.replan import Replanner
+from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.sent_values import learn_decided_types
@@ -61,7 +62,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradients.clipping import clip_gradients
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
-from pipesched.runtime.rank_grid import Axes
+from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.rank_host import host_for
 from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.output_metrics import Metrics
@@ -195,16 +196,15 @@ class Pipeline(SavingInterface):
         warn_of_lone_processes(mesh)
         host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
         with ending_on_error(host.executor):
-            learn_decided_types(host.collectives)
+            learn_decided_types(host.collectives, FoundPlan)
             run_seed = host.collectives.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
             shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
             shared |= {"zero": distributed.zero, "weights": distributed.weights}
+            shared |= {"replan_every": distributed.replan_every}
             check_agreement(host.collectives, module, call, shared)
-            distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
-            numerics.check_reduction_order(num_replicas=len(host.grid.rows), zero=distributed.zero)
-            check_axes(plan, len(host.grid.all_devices), len(host.grid.rows), distributed.zero)
+            _check_replicas(host.grid, plan, numerics, distributed, has_optimizers=optimizer is not None)
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)
@@ -268,20 +268,19 @@ class Pipeline(SavingInterface):
                 gather_once=distributed.gather_once,
             )
             limits = limits_of(search.memory_limit_bytes, len(host.grid.all_devices))
-            kept = None if checkpoint is None else as_checkpoint(checkpoint, layers.layers)
-            request = PlanRequest(
+            wished = PlanRequest(
                 schedule=schedule,
                 num_stages=num_stages,
                 num_microbatches=num_microbatches,
                 boundaries=boundaries,
-                checkpoint=kept,
+                checkpoint=None if checkpoint is None else as_checkpoint(checkpoint, layers.layers),
                 together=together,
             )
             asked = Pins(list(layers.layers), boundaries, together)
             splitter = Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order)
             splitter = splitter.knowing(positional(module.forward), *call)
             splitter = replace(splitter, joins=OutputRows(partial(probed_output, module, self._guard, splitter, call)))
-            found, request = choose_plan(auto_plan, request, plan, host.collectives, self._cost_model)
+            found, request = choose_plan(auto_plan, wished, plan, host.collectives, self._cost_model)
             self._running = start(
                 model=model,
                 spec=self._spec,
@@ -292,8 +291,12 @@ class Pipeline(SavingInterface):
                 request=request,
                 agreed=(repr(seed), *numerics.agreed),
             )
+            distributed.check_replan(
+                has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
+            )
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.executor.start()
+        self._replan_every = distributed.replan_every
         self._intra_op_threads = threads
         self._scaler = numerics.scaler
         self._memory = MemoryForecast(
@@ -331,8 +334,16 @@ class Pipeline(SavingInterface):
                     num_replicas=count, zero=distributed.zero if count > 1 else 0
                 ),
             ),
-            asked=Pins(asked.layers, None, together) if asked.complete else asked,
-            limits=limits,
+            search=PlanSearch(
+                running=self._running,
+                cost_model=self._cost_model,
+                roots=self._roots,
+                spec=self._spec,
+                asked=Pins(asked.layers, None, together) if asked.complete else asked,
+                limits=limits,
+                auto_plan=auto_plan,
+                request=replace(wished, boundaries=None) if asked.complete else wished,
+            ),
         )
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -434,6 +445,8 @@ class Pipeline(SavingInterface):
         given = GivenBatch(args, kwargs, target, microbatches)
         if metrics is not None:
             as_function(metrics, "metrics", ("outputs", "target"))
+        if self._replan_every and self._running.step and self._running.step % self._replan_every == 0:
+            self._replan_unasked()
         try:
             return self._steps.step(given, metrics, return_outputs=return_outputs, gather=gather)
         except MISFITS as error:
@@ -794,6 +807,11 @@ class Pipeline(SavingInterface):
         _LOG.info("replanned before step %d: %s", self._running.step, found)
         return found
 
+    def _replan_unasked(self) -> None:
+        self._replanner.begin()
+        found = self._replanner.improve(None, UserStates(), unasked=True)
+        _LOG.info("replanned before step %d: %s", self._running.step, found)
+
     @property
     def devices(self) -> list[torch.device]:
         """The device of each rank. Under a mesh, this process's device is repeated for every rank."""
@@ -1045,6 +1063,16 @@ class Pipeline(SavingInterface):
         if kind is not None:
             self._steps.abandon()
         self.close()
+
+
+def _check_replicas(
+    grid: RankGrid, plan: Plan | None, numerics: Numerics, distributed: Distributed, *, has_optimizers: bool
+) -> None:
+    """Raise InputError or PartitionError if the options do not fit the number of replicas."""
+    num_replicas = len(grid.rows)
+    distributed.check_zero(num_replicas=num_replicas, has_optimizers=has_optimizers)
+    numerics.check_reduction_order(num_replicas=num_replicas, zero=distributed.zero)
+    check_axes(plan, len(grid.all_devices), num_replicas, distributed.zero)
 
 
 def _measured(trace: Trace | None) -> Trace:

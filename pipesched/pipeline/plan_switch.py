@@ -20,6 +20,7 @@ from pipesched.pipeline.checks.replica_checks import check_replicas
 from pipesched.pipeline.gathering import place_weights
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.runtime.rank_grid import Rows
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.optimizers import regroup
 from pipesched.saving.live_run import LiveRun
@@ -78,32 +79,30 @@ class PlanSwitch:
                 f"into a new pipeline made with plan="
             )
 
-    def switch(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, num_replicas: int) -> int:
-        """Switch to the stages in ``stage_cut``, in this number of replicas. Return the number of bytes sent.
+    def switch(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, rows: Rows) -> int:
+        """Switch to the stages in ``stage_cut``, with ranks arranged in these rows. Return the number of bytes sent.
 
         If building the stages raises, the old plan keeps running in one process. Over processes the pipeline then
         ends in all processes, because some of them may have changed already.
         """
         host = self._running.host
-        self._check_replicas(num_replicas)
-        if num_replicas > 1:
+        self._check_replicas(len(rows))
+        if len(rows) > 1:
             check_replicas(self._spec.model, programs, self._spec.batch_norm)
         if host.grid.in_one_process:
             self._build(host.use(programs.num_ranks), programs, stage_cut, {})
             host.close()
             return 0
-        return self._over_processes(programs, stage_cut, states, num_replicas)
+        return self._over_processes(programs, stage_cut, states, rows)
 
-    def _over_processes(
-        self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, num_replicas: int
-    ) -> int:
+    def _over_processes(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, rows: Rows) -> int:
         before = self._live_run()
         state = held_state(before, states.optimizer, states.scheduler, states.extra)
         given = [] if self._spec.optimizer is not None else as_optimizers(states.optimizer, before)
         arriving = state.arriving(before, self._parameters(before))
         try:
             self._end_division()
-            host = self._running.host.regrouped(num_replicas).use(programs.num_ranks)
+            host = self._running.host.arranged(rows).use(programs.num_ranks)
             of_stages = {} if given else {p: group for groups in arriving.values() for p, group in groups.items()}
             with self._guard.lifted():
                 self._build(host, programs, stage_cut, of_stages)

@@ -57,9 +57,9 @@ _DECIDED = (
 )
 
 
-def learn_decided_types(collectives: RankCollectives) -> None:
-    """Register the types of the values that rank 0 decides for all ranks before the first step."""
-    collectives.learn_types(*_DECIDED)
+def learn_decided_types(collectives: RankCollectives, *others: type) -> None:
+    """Register the types of the values that rank 0 decides for all ranks, and ``others``."""
+    collectives.learn_types(*_DECIDED, *others)
     collectives.learn_parts(Orders, Orders.parts, Orders.of_parts)
 
 

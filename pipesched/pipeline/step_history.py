@@ -1,6 +1,6 @@
 """Step history: the traces of a pipeline's last steps, the stage costs measured in them, a prediction and the plan."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -10,12 +10,13 @@ from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.planned_rows import clearly_differs
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.plan import Plan
+from pipesched.program.actions import Lane
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate
-from pipesched.simulation.trace import Spans, Trace
+from pipesched.simulation.trace import Span, Spans, Trace
 from pipesched.units import counted
 
 __all__ = ["StepHistory"]
@@ -63,6 +64,34 @@ class StepHistory:
     def steps(self) -> list[Trace]:
         """Return the traces of the last steps in this process, which may include the first step of the plan."""
         return [self.trace_of([run]) for run in self._running.runs]
+
+    def gather_steps(self) -> tuple[list[Trace], dict[Hashable, float]]:
+        """Return the traces of the last steps for all ranks, and the slowness of processes without stages. Collective.
+
+        The first step of the plan is left out. With several replicas, the actions of each rank are those of the replica
+        in which this rank took the longest.
+        """
+        runs = list(self._running.runs)
+        runs = runs[1:] if len(runs) > 1 else runs
+        grid = self._running.host.grid
+        if grid.in_one_process:
+            return [self.trace_of([run]) for run in runs], {}
+        is_idle = not self._running.assembly.stages and self._cost_model.layers is not None
+        slowness = self._cost_model.slowness_here() if is_idle else None
+        given = [tuple(run.spans()) for run in runs], slowness
+        both = self._running.host.collectives.gathered_in_all(given)
+        idle: dict[Hashable, float] = {rank: own for rank, (_, own) in enumerate(both) if own is not None}
+        every = [own for own, _ in both]
+        count = min(len(own) for own in every)
+        slowest = [
+            max((row[position] for row in grid.rows), key=lambda rank: sum(map(_busy_s, every[rank])))
+            for position in range(len(grid.pipeline))
+        ]
+        traces = []
+        for at in range(count):
+            spans = tuple(span for rank in slowest for span in every[rank][len(every[rank]) - count + at])
+            traces.append(replace(self.trace_of([]), spans=Spans.of(spans)))
+        return traces, idle
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:
         """Return the trace of these runs, with the stages' costs if the layers have been measured.
@@ -186,3 +215,7 @@ class StepHistory:
             f"{sizes}, run in an order found for these sizes ({searched} found so far for unequal sizes); the "
             f"prediction is for equal sizes"
         )
+
+
+def _busy_s(spans: Iterable[Span]) -> float:
+    return sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE)

@@ -20,6 +20,7 @@ from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition, balance, partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
+from pipesched.planning.cost_correction import slowed
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, SearchEffort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.search_request import SearchRequest
@@ -237,6 +238,8 @@ class CandidateEvaluator:
         )
         if search.links:
             costs = replace(costs, links=search.links)
+        if search.speeds:
+            costs = slowed(costs, [1 / search.speeds.get(rank, 1.0) for rank in candidate.placement])
         replicas = search.replica_costs
         if replicas is not None:
             costs = replicas.added(costs, candidate.placement, self._buckets(candidate, stages))
@@ -269,6 +272,7 @@ class CandidateEvaluator:
             graph=lambda: self.graph(candidate.num_microbatches),
             checkpoint=candidate.checkpoint,
             links=self._search.links,
+            speeds=self._search.speeds,
         )
 
     def rows(self, num_microbatches: int) -> int:
@@ -294,7 +298,7 @@ class CandidateEvaluator:
                 allowed=allowed,
                 host_bytes_per_s=self._search.profile.machine.host_bytes_per_s,
             )
-            of_all = key, candidate.num_microbatches, partitioner.slowest_link
+            of_all = key, candidate.num_microbatches, partitioner.slowest_link, tuple(partitioner.speeds.items())
             if of_all not in self._solved:
                 self._solved[of_all] = _solution(partitioner, candidate.num_ranks)
             self._partitions[key] = self._solved[of_all]

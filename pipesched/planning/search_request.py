@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, Literal
@@ -87,6 +87,8 @@ class SearchRequest:
     replica_costs: ReplicaCosts | None = None
     #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
+    #: The speeds of slow ranks relative to the others, keyed by rank.
+    speeds: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_offload(self.offload)

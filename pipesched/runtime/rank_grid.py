@@ -16,10 +16,13 @@ from pipesched.errors import DeviceCountError, ExecutionError
 from pipesched.runtime.coordination.rendezvous import names_of, ranks_of
 from pipesched.units import counted
 
-__all__ = ["Axes", "Inputs", "RankGrid", "SumRanks", "grid_of", "own_group"]
+__all__ = ["Axes", "Inputs", "RankGrid", "Rows", "SumRanks", "grid_of", "own_group"]
 
 #: Maps "pipeline", "replicate" and "shard" to names of mesh dimensions.
 Axes = Mapping[str, str]
+
+#: For each replica, the group ranks of its pipeline, in pipeline order.
+Rows = tuple[tuple[int, ...], ...]
 
 #: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes a batch).
 Inputs = Literal["all", "first"]
@@ -53,7 +56,7 @@ class RankGrid:
 
     """
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: Rows
     rank: int
     all_devices: tuple[torch.device, ...]
     names: tuple[str, ...]
@@ -96,8 +99,8 @@ class RankGrid:
             )
         return replace(self, num_idle=max(0, len(self.all_devices) - num_ranks))
 
-    def regrouped(self, num_replicas: int) -> "RankGrid":
-        """Return a grid of the same processes, arranged as this number of replicas.
+    def rows_of(self, num_replicas: int) -> Rows:
+        """Return the rows of this number of replicas of the same processes.
 
         Raises DeviceCountError if the processes cannot be divided evenly.
         """
@@ -108,14 +111,23 @@ class RankGrid:
                 f"replicas need equal numbers of ranks; {counted(len(ranks), 'rank')} cannot be divided into "
                 f"{num_replicas} replicas; choose a number that divides {len(ranks)}"
             )
-        if self.num_shards > 1:
+        return tuple(tuple(ranks[size * replica : size * (replica + 1)]) for replica in range(num_replicas))
+
+    def arranged(self, rows: Rows) -> "RankGrid":
+        """Return a grid of the same processes in other rows.
+
+        Raises DeviceCountError if replicas shard weights among themselves, or if all ranks are in one process.
+        """
+        if rows == self.rows:
+            return self
+        if self.num_shards > 1 or self.in_one_process:
+            has = "all ranks in one process" if self.in_one_process else f"{self.num_shards} shards of weights"
             raise DeviceCountError(
-                f"the number of replicas must not change while axes= has 'shard', because wrap= has divided weights "
-                f"over this dimension; the mesh has {self.num_shards} shards; leave the number of replicas unchanged"
+                f"ranks can be arranged anew only over a mesh whose axes= have no 'shard'; this pipeline has {has}; "
+                f"leave the number of replicas unchanged"
             )
-        rows = tuple(tuple(ranks[size * replica : size * (replica + 1)]) for replica in range(num_replicas))
         names = _names(rows, [name.partition(" (replica ")[0] for name in self.names])
-        devices = (self.all_devices[0],) * size
+        devices = (self.all_devices[0],) * len(rows[0])
         return replace(self, rows=rows, all_devices=devices, names=names, num_idle=0)
 
     def holds(self, rank: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.devices.selection import as_devices
-from pipesched.errors import DeviceCountError, InputError
+from pipesched.errors import InputError
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
@@ -18,7 +18,7 @@ from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timelin
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.process_collectives import ProcessCollectives
-from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, SumRanks, grid_of
+from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.torch_checks import as_timeout
@@ -46,18 +46,15 @@ class RankHost:
         grid = self.grid.use(num_ranks, all_ranks=all_ranks)
         return replace(self, grid=grid, executor=self.executor.with_devices(grid.devices))
 
-    def regrouped(self, num_replicas: int) -> "RankHost":
-        """Return a host whose processes form this number of replicas. Collective; this host then ends.
+    def arranged(self, rows: Rows) -> "RankHost":
+        """Return a host of the same processes in other rows. Collective; this host then ends.
 
-        Raises DeviceCountError if the processes cannot be divided into this number of replicas.
+        Raises DeviceCountError if the ranks cannot be arranged anew.
         """
-        if num_replicas == len(self.grid.rows):
+        if rows == self.grid.rows:
             return self
-        grid = self.grid.regrouped(num_replicas)
-        if self.maker is None:
-            raise DeviceCountError(
-                f"replicas need a process for each rank; got {num_replicas} replicas in one process; pass mesh="
-            )
+        grid = self.grid.arranged(rows)
+        assert self.maker is not None
         if self.sums is not None:
             self.sums.close()
         self.maker.connected.regroup(grid)

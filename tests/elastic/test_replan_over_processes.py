@@ -50,3 +50,17 @@ def test_the_number_of_replicas_changes_with_the_same_bits(ranks: Ranks) -> None
         found = ranks.run(4, jobs.trained, [replace(half, optimizer=own) for half in halves], True)
         same = ranks.run(4, jobs.trained, [Half(2, optimizer=own, replicas=2)], True)
         check(found, (same[0][0], runs.whole({name: value for one in same for name, value in one[1].items()})))
+
+
+@pytest.mark.parametrize("slow", [{2: 2.0}, {1: 3.0, 2: 3.0}, {1: 50.0}])
+def test_slow_processes_get_fewer_layers_or_none(ranks: Ranks, slow: dict[int, float]) -> None:
+    """Rank 0 searches, also if it is slow itself. All processes know later that no process is slow any more."""
+    found = ranks.run(4, jobs.with_slow_processes, slow, timeout_s=60)
+    for losses, ((then, known), (_, later)) in found:
+        assert_equal_bits(dict(enumerate(losses)), dict(enumerate(runs.never_stopped()[0][:6])))
+        assert max(then[rank] for rank in slow) < min(then[rank] for rank in set(then) - set(slow))
+        assert max(slow.values()) < 10 or not any(then[rank] for rank in slow)
+        assert known.keys() == slow.keys()
+        assert min(known.values()) > 1.5
+        assert later == {}
+    assert all(one[1] == found[0][1] for one in found)

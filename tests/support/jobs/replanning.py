@@ -1,6 +1,6 @@
 """Jobs that train over processes while the plan changes, and return what a run that never changes must have."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pipesched import Distributed, Numerics, Pipeline, schedules
+from pipesched import Costs, Distributed, Numerics, Pipeline, schedules, simulate
 from pipesched.planning.plan import Plan
 from tests.support import resumed_runs as runs
 from tests.support.places import Group, mesh_of, place
@@ -120,3 +120,36 @@ def tensors_of(pipe: Pipeline, optimizers: list[Any]) -> dict[str, Tensor]:
                 rows[local] = own[0]
     tensors |= dict(runs.named_states(optimizers, names, rows))
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def as_if(pipe: Pipeline, slow: Mapping[int, float]) -> None:
+    """Let the last steps of a pipeline look as if each layer took 3 ms, and longer in processes that are slow."""
+    running = pipe._running
+    program = running.program
+    factors = [slow.get(running.host.grid.rows[0][rank], 1.0) for rank in program.placement]
+    times = [1e-3 * len(names) * factor for names, factor in zip(running.cut, factors, strict=True)]
+    costs = Costs(forward_s=times, input_grad_s=times, weight_grad_s=times)
+    step = simulate(program, costs)
+    idle = {rank: slow.get(rank, 1.0) for rank in running.host.grid.rows[0][program.num_ranks :]}
+    pipe._history.gather_steps = lambda: ([step] * 4, idle)
+
+
+def with_slow_processes(group: Group, slow: Mapping[int, float]) -> list[Any]:
+    """Train while processes become slow; return the layers of each process and the losses."""
+    half = Half(4, optimizer="pipeline")
+    losses, placed, schedulers = [], [], Schedulers()
+    with pipeline(group, half, in_tree=False) as pipe:
+        for step in range(6):
+            x, y = runs.batch(step)
+            losses.append(pipe.step(x, target=y).clone())
+            schedulers.step(list(pipe.optimizers.values()), step)
+            if step in (1, 3):
+                as_if(pipe, slow if step == 1 else {})
+                found = pipe.replan()
+                assert found.moved or (step == 3 and found.saving_s < 0.03 * found.before_s), found
+                ranks = pipe._running.host.grid.rows[0]
+                held = dict.fromkeys(range(group.size()), 0)
+                for rank, names in zip(pipe.plan.program.placement, pipe.plan.stages, strict=True):
+                    held[ranks[rank]] += len(names)
+                placed.append((held, pipe._cost_model.slow))
+    return [losses, placed]
