@@ -23,9 +23,12 @@ def in_processes(count: int, job: Callable[..., Any], *args: Any, timeout_s: flo
 
 
 def exit_codes(
-    count: int, victim: int, job: Callable[..., Any], *args: Any, kills_others: bool, timeout_s: float = 100
+    count: int, victim: int, job: Callable[..., Any], *args: Any, kills_others: bool, timeout_s: float = 200
 ) -> list[int | None]:
     """Run ``job(*args)`` in ``count`` new processes of one job, and return the exit code of each.
+
+    Raises AssertionError if the victim has not died within ``timeout_s``. Other processes that still run then are
+    killed, so that their exit code is that of the signal.
 
     Args:
         count: the number of processes.
@@ -33,20 +36,23 @@ def exit_codes(
         job: the function that each process runs.
         *args: the arguments of ``job``.
         kills_others: whether the other processes are killed once the victim has died, as a batch system does.
-        timeout_s: how long the job may take. After this time, the remaining processes are killed: their exit code is
-            that of the signal.
+        timeout_s: how long the job may take.
 
     """
     port, end_s = _free_port(), time.monotonic() + timeout_s
-    processes = [FORKED.Process(target=_as_rank, args=(rank, count, port, job, args)) for rank in range(count)]
+    processes = [
+        FORKED.Process(target=_as_rank, args=(rank, count, port, job, args), daemon=True) for rank in range(count)
+    ]
     for process in processes:
         process.start()
     processes[victim].join(timeout_s)
+    is_late = processes[victim].is_alive()
     for process in processes:
         process.join(0 if kills_others else max(0, end_s - time.monotonic()))
         process.kill()
     for process in processes:
         process.join()
+    assert not is_late, f"rank {victim} has not died within {timeout_s:g} s"
     return [process.exitcode for process in processes]
 
 
