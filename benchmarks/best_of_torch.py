@@ -30,7 +30,7 @@ The range that contains half of its steps shows how much the machine's speed var
 
 import argparse
 import copy
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,8 +46,6 @@ from prediction import probed
 from sleeping import ROWS, WIDTH, Sleeping, wake_in_time
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional
 from versus_torch import NAMES, torch_step
 
@@ -57,6 +55,9 @@ from pipesched.program.liveness import peak_in_flight
 from pipesched.program.placement import linear, loop, v
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.torch_runtime import step_in_torch
 
 RANKS, MICROBATCHES = 8, 16  # that sleep
 TIMES_MS = (10, 35, 20, 25, 30, 15, 40, 20, 25, 15, 30, 25, 20, 35, 15, 60)  # F, I and W of each layer
@@ -191,7 +192,7 @@ def beside_torch(
         for name, model in zip(NAMES, models, strict=False)
     ]
     if exported:
-        rivals.append(partial(exported_step(pipe.plan, models[-1], rank, loss_fn), x, y))
+        rivals.append(partial(exported_step(pipe.plan, models[-1], loss_fn), x, y))
     ours = partial(pipe.step, x, target=y)
     for step in (ours, *rivals):
         step()
@@ -201,27 +202,10 @@ def beside_torch(
     return [Measured(*pair) for pair in zip(in_turn([ours, *rivals, *others], pairs), agree, strict=True)]
 
 
-def exported_step(plan: Plan, model: nn.Sequential, rank: int, loss_fn: Callable[..., Any]) -> Any:
+def exported_step(plan: Plan, model: nn.Sequential, loss_fn: Callable[..., Any]) -> Any:
     """Return a function that runs one step of a plan's order and cut in torch's runtime."""
-    program = plan.program
     ends = list(accumulate(len(stage) for stage in plan.stages))
-    own = [stage for stage, place in enumerate(program.placement) if place == rank]
-    stages = [
-        PipelineStage(
-            model[ends[stage] - len(plan.stages[stage]) : ends[stage]], stage, program.num_stages, torch.device("cpu")
-        )
-        for stage in own
-    ]
-    schedule = _PipelineScheduleRuntime(stages, program.num_microbatches, loss_fn=loss_fn)
-    with tempfile.TemporaryDirectory() as folder:
-        program.to_torch(Path(folder) / "order.csv")
-        schedule._load_csv(str(Path(folder) / "order.csv"))
-    first, last = 0 in own, program.num_stages - 1 in own
-
-    def step(x: Tensor, y: Tensor) -> None:
-        schedule.step(*([x] if first else []), **({"target": y} if last else {}))
-
-    return step
+    return step_in_torch(plan.program, model, ends[:-1], loss_fn)
 
 
 def show_sleeping(pairs: int) -> None:

@@ -21,8 +21,10 @@ from pipesched.hf.replicas import DataReplicas
 from pipesched.hf.run_files import RunFiles, random_state, random_states, set_random_states, weights_in
 from pipesched.hf.stage_optimizers import StageOptimizers
 from pipesched.hf.trainer_loss import StepLossRule, TrainerLoss
+from pipesched.hf.whole_checkpoints import begin_save, check_whole, newest_whole
 from pipesched.pipeline.options import Distributed, Numerics, Search
 from pipesched.pipeline.pipeline import Pipeline
+from pipesched.user_warning import warn
 
 __all__ = ["PipelineSeq2SeqTrainer", "PipelineTrainer"]
 
@@ -188,6 +190,17 @@ class _PipelineTraining(Trainer):
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does. With ``resume_from_checkpoint=True``, the newest complete checkpoint is the start."""
+        if resume_from_checkpoint is True:
+            whole, lacks = newest_whole(Path(self.args.output_dir))
+            if lacks and self.is_world_process_zero():
+                warn(f"training resumes from {whole}, because newer checkpoints are incomplete: {'; '.join(lacks)}")
+            resume_from_checkpoint = True if whole is None else str(whole)
+        elif resume_from_checkpoint:
+            check_whole(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         self._batches = []  # those of a step that a callback has stopped
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -302,6 +315,8 @@ class _PipelineTraining(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the run, so that it can resume on any plan."""
         states = self.replicas.gathered(random_states())
+        if self.args.should_save:
+            begin_save(Path(output_dir), removes_others=bool(self.args.save_total_limit))
         self.pipeline.save(RunFiles(Path(output_dir)).path, **self._run_state(), extra={"random": states})
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -20,14 +20,13 @@ from tests.support.quick_searches import search_quickly
 
 MINUTE = datetime.timedelta(seconds=60)
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
-    [
-        "tests.support.slow_imports",
-        "tests.support.quick_measurements",
-        "tests.support.quick_searches",
-        "tests.support.jobs.peer",
-    ]
-)
+PRELOADED = [
+    "tests.support.slow_imports",
+    "tests.support.quick_measurements",
+    "tests.support.quick_searches",
+    "tests.support.jobs.peer",
+]
+FORKED.set_forkserver_preload(PRELOADED)
 
 
 class Ranks:
