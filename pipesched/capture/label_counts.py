@@ -26,7 +26,7 @@ from pipesched.tensors.rows import Argument, Dim
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 
-__all__ = ["IGNORED", "SUM", "counted_labels", "counts", "labels_in"]
+__all__ = ["IGNORED", "SUM", "UnknownMeanError", "counted_labels", "counts", "known_labels", "labels_in"]
 
 #: The label that torch's losses ignore.
 IGNORED = -100
@@ -37,6 +37,10 @@ _MASK = "attention_mask"
 _ATTEMPTS = 8
 _CONFIRMED = 3  # more attempts if the model may add a loss of other labels, which can be almost equal for all rows
 _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
+
+
+class UnknownMeanError(Exception):
+    """The labels over which a model averages its own loss could not be determined; the text says why."""
 
 
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
@@ -57,12 +61,25 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    """Return the result of ``known_labels``; if there is none, issue a warning and return None."""
+    try:
+        return known_labels(model, sample)
+    except UnknownMeanError as unknown:
+        warn(
+            f"each micro-batch must be weighted by the number of labels over which the model averages its own loss; "
+            f"this number could not be determined: {unknown}; each micro-batch is weighted by its number of rows "
+            f"instead; pass Numerics(loss_weight=...), or loss_reduction='sum' if the loss is a sum; if the loss is a "
+            f"mean over rows, ignore this warning; pipe.check(...) compares the gradients with those of the whole batch"
+        )
+        return None
+
+
+def known_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
     """Find the labels over which a model averages its own loss; None if the model averages over rows.
 
     The model runs up to three times in evaluation mode. It runs again with other labels if several counting methods
     fit, or if it may add a loss of other labels. It is left unchanged. A model on the meta device runs with stand-ins
-    for its layers' outputs. If there are labels, and none of the counting methods fits or several do, a warning is
-    issued and the result is None.
+    for its layers' outputs.
 
     Args:
         model: the user's module.
@@ -70,6 +87,9 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
 
     Returns:
         The name of the counting method, to pass to ``counts``; None to count rows; `SUM` if the loss is a sum.
+
+    Raises:
+        UnknownMeanError: there are labels, and none of the counting methods fits or several do.
 
     """
     given = _labels_of(model, sample)
@@ -89,11 +109,11 @@ def _counted(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], g
             inputs = _probe(model, sample, given.roll(attempt, -1), attempt)
             losses = _losses(model, *inputs) if _may_try(model, given) else None
         except Exception as error:  # any error of a model that does not accept such labels
-            return _unknown(
+            raise UnknownMeanError(
                 f"the model failed on four rows in which some labels are {IGNORED}: {type(error).__name__}: {error}"
-            )
+            ) from error
         if losses is None:
-            return _unknown(
+            raise UnknownMeanError(
                 f"the model returns no scalar loss, or it is not on a CPU and no label of the sample is {IGNORED}"
             )
         parts = [_named(model, *part) for part in inputs[1:]]
@@ -108,7 +128,7 @@ def _counted(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], g
         if is_sum and not fitting:
             return SUM
         answer = "could be the mean over more than one" if fitting else "is not the mean over any"
-        return _unknown(f"the model's loss {answer} of these: {', '.join(fitting or _WAYS)}")
+        raise UnknownMeanError(f"the model's loss {answer} of these: {', '.join(fitting or _WAYS)}")
     return None if fitting[0] == "rows" else fitting[0]
 
 
@@ -303,16 +323,6 @@ def _equals_whole(value: float, losses: list[Tensor]) -> bool:
     """Return whether the first loss is this value, within rounding."""
     rounding = _ROUNDING * torch.finfo(losses[0].dtype).eps * max(abs(float(loss)) for loss in losses)
     return abs(float(losses[0]) - value) <= rounding
-
-
-def _unknown(why: str) -> str | None:
-    warn(
-        f"each micro-batch must be weighted by the number of labels over which the model averages its own loss; this "
-        f"number could not be determined: {why}; each micro-batch is weighted by its number of rows instead; pass "
-        f"Numerics(loss_weight=...), or loss_reduction='sum' if the loss is a sum; if the loss is a mean over rows, "
-        f"ignore this warning; pipe.check(...) compares the gradients with those of the whole batch"
-    )
-    return None
 
 
 class _Outline(TorchFunctionMode):

@@ -318,7 +318,7 @@ def export(schedule: str, ranks: int | None, microbatches: int | None, file: Pat
     source = Plan.load(schedule).program if schedule.endswith(".json") else read_source(schedule)
     _check_shape_is_free(source, schedule, ranks, microbatches)
     program = program_of(schedule, source, ranks=ranks, microbatches=microbatches)
-    program.to_torch(file)
+    write(program.to_torch, file)
     click.echo(f"{file}: {counted(program.num_ranks, 'rank')}, {counted(len(program.columns), 'action')}")
 
 

@@ -64,6 +64,17 @@ class DataReplicas:
         accelerator._dataloaders.append(prepared)
         return prepared
 
+    def first_batch(self, loader: Any) -> Any:
+        """Return the first batch of the first replica, so that all replicas make the same pipeline."""
+        shards = [one for one in (loader.batch_sampler, loader.dataset) if hasattr(one, "process_index")]
+        try:
+            for shard in shards:
+                shard.process_index = 0
+            return next(iter(loader))
+        finally:
+            for shard in shards:
+                shard.process_index = self.index
+
     def gather(self, accelerator: Accelerator, data: Any, *, keeps_duplicates: bool = False) -> Any:
         """Return the rows of all replicas, by default without the rows that the last batch has twice."""
         state = accelerator.gradient_state

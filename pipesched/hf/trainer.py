@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -39,6 +40,7 @@ class _PipelineTraining(Trainer):
     _rule: StepLossRule
     _parts: int  #: the number of micro-batches of a batch in training
     _evaluation_parts: int
+    _splits: bool  #: whether the losses of a batch's parts give its loss
     _resume_from: Path | None = None
 
     def __init__(
@@ -97,6 +99,8 @@ class _PipelineTraining(Trainer):
         return super().call_model_init(trial)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        if self._pipeline is None:  # a subclass has its own create_optimizer
+            self._make_pipeline_for_training()
         return self.pipeline
 
     def get_tp_size(self) -> int:
@@ -107,14 +111,17 @@ class _PipelineTraining(Trainer):
         """Make the pipeline, then an optimizer of the weights that this process trains."""
         if model is not None:
             return super().create_optimizer(model)
-        with random_state():
-            self._make_pipeline(next(iter(self.get_train_dataloader())))
-        check_callbacks(self.callback_handler.callbacks, self.pipeline_args)
+        self._make_pipeline_for_training()
         if self.pipeline_args.pipeline_zero:
             self.optimizer = StageOptimizers(self.pipeline, self.args.learning_rate)
         elif self.optimizer is None:
             self.optimizer = self._optimizer_of(list(self.pipeline.named_parameters()))
         return self.optimizer
+
+    def _make_pipeline_for_training(self) -> None:
+        with random_state():
+            self._make_pipeline(self.replicas.first_batch(self.get_train_dataloader()))
+        check_callbacks(self.callback_handler.callbacks, self.pipeline_args)
 
     def get_decay_parameter_names(self, model: Any) -> Any:
         return super().get_decay_parameter_names(self.model)
@@ -143,15 +150,9 @@ class _PipelineTraining(Trainer):
         files = RunFiles(self._resume_from) if self._resume_from else None
         saved = files.num_microbatches(replicas.count) if files and files.exist else None
         self._parts = options.microbatches_per_batch(accumulation, num_ranks, saved)
-        self._evaluation_parts = self._parts if self.compute_loss_func else 2 * num_ranks
         loss = TrainerLoss(smoother=self.label_smoother, shifts=self._shifts(), function=self.compute_loss_func)
-        sample = cut(dict(batch), self._parts)[0]
-        if loss.takes_labels:
-            sample.pop("labels", None)
-        count = self._get_num_items_in_batch([batch], self.args.device)
-        if self.model_accepts_loss_kwargs and count is not None:
-            sample["num_items_in_batch"] = count
-        self._rule = StepLossRule.of(self.model, loss, sample, takes_count=self.model_accepts_loss_kwargs)
+        sample = self._find_rule(dict(batch), loss)
+        self._evaluation_parts = 2 * num_ranks if self._splits and not self.compute_loss_func else self._parts
         clip = self.args.max_grad_norm or math.inf
         zero = options.pipeline_zero
         plan = options.plan
@@ -172,6 +173,46 @@ class _PipelineTraining(Trainer):
                 search=Search(memory_limit_bytes=options.pipeline_memory_limit),
                 numerics=Numerics(loss_reduction="sum", clip_grad_norm=clip if zero else None),
                 distributed=Distributed(zero=zero),
+            )
+
+    def _find_rule(self, batch: dict[str, Any], loss: TrainerLoss) -> dict[str, Any]:
+        """Find how the losses of micro-batches add up. Returns the sample of the pipeline.
+
+        Raises InputError if batches must be split, but their losses do not add up.
+        """
+        count = self._get_num_items_in_batch([batch], self.args.device)
+        weights = next(self.model.parameters(), None)  # the pipeline has not moved them yet
+        if weights is not None:
+            batch, count = send_to_device((batch, count), weights.device)
+        sample = cut(batch, self._parts)[0]
+        if loss.takes_labels:
+            sample.pop("labels", None)
+        if self.model_accepts_loss_kwargs and count is not None:
+            sample["num_items_in_batch"] = count
+        self._rule = StepLossRule.of(self.model, loss, sample, takes_count=self.model_accepts_loss_kwargs)
+        self._splits = self._rule.splits(self.model, batch, count)
+        if self._parts > 1:
+            self._check_splits()
+        elif self._rule.unknown:
+            self._splits = False
+        return sample
+
+    def _check_splits(self) -> None:
+        """Raise InputError if the losses of a batch's parts do not give its loss, and warn if that is not known."""
+        name, accumulation = type(self.model).__name__, self.args.gradient_accumulation_steps
+        remedy = (
+            f"pass pipeline_microbatches={accumulation}, which equals gradient_accumulation_steps and splits no batch"
+        )
+        if not self._splits:
+            raise InputError(
+                f"each batch is split into micro-batches, so its loss must be a sum, or a mean over rows or labels; "
+                f"the loss of {name} for some rows differs from that of their halves together; {remedy}"
+            )
+        if self._rule.unknown:
+            warn(
+                f"each batch is split into micro-batches, weighted by their rows, because it could not be determined "
+                f"over which labels {name} averages its loss: {self._rule.unknown}; {remedy}; if the loss is a mean "
+                f"over rows, ignore this warning"
             )
 
     def _shifts(self) -> bool:
@@ -253,7 +294,7 @@ class _PipelineTraining(Trainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None:
             with random_state():
-                self._make_pipeline(next(iter(dataloader)))
+                self._make_pipeline(self.replicas.first_batch(dataloader))
         if self.replicas.mesh is not None:  # a Seq2SeqTrainer keeps the rows that the last batch has twice
             keeps = self.gather_function == self.accelerator.gather
             self.gather_function = partial(self.replicas.gather, self.accelerator, keeps_duplicates=keeps)

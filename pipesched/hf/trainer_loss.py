@@ -1,5 +1,6 @@
 """Trainer loss: the loss of a micro-batch by Trainer's own rule, so that the losses of a step add up to Trainer's."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
-from pipesched.capture.label_counts import SUM, counted_labels, counts
+from pipesched.capture.label_counts import SUM, UnknownMeanError, counts, known_labels
 from pipesched.errors import InputError
 from pipesched.hf.batches import cut, rows_in
+from pipesched.model.state_guard import untouched
 from pipesched.runtime.microbatches import Microbatch
+from pipesched.tensors.meta_tensors import lacks_contents
 
 __all__ = ["StepLossRule", "TrainerLoss"]
 
@@ -39,8 +42,9 @@ class TrainerLoss:
         return self.smoother is not None or self.function is not None
 
     def __call__(self, outputs: Any, target: Mapping[str, Any]) -> Any:
-        """Return the part of a micro-batch in the loss of its step."""
-        return self._loss(outputs, target) * target["share"]
+        """Return the part of a micro-batch in the loss of its step. The mean of no labels, which is NaN, counts 0."""
+        loss, share = self._loss(outputs, target), target["share"]
+        return loss * share if share else loss.nan_to_num(0.0) * 0
 
     def _loss(self, outputs: Any, target: Mapping[str, Any]) -> Any:
         labels, count = target.get("labels"), target.get(_COUNT)
@@ -65,16 +69,18 @@ class StepLossRule:
 
     A loss that divides by ``num_items_in_batch``, the number of labels of the whole step, adds up. A mean counts by its
     share of the labels of its batch; Trainer adds the means of the batches, and divides by their number unless the
-    model takes ``num_items_in_batch``.
+    model takes ``num_items_in_batch``. A loss that is neither a sum nor a mean needs whole batches.
     """
 
     loss: TrainerLoss
     #: Whether the model takes ``num_items_in_batch``.
     takes_count: bool
-    #: Whether the loss divides by ``num_items_in_batch``.
+    #: Whether the losses of a batch's parts add up, as those that divide by ``num_items_in_batch`` do.
     adds: bool
     #: The number of labels over which the model's own loss is a mean; None for the number of rows.
     weight: Callable[..., Any] | None
+    #: Why it could not be determined over which labels the model's own loss is a mean.
+    unknown: str = ""
 
     @classmethod
     def of(cls, model: nn.Module, loss: TrainerLoss, sample: dict[str, Any], *, takes_count: bool) -> "StepLossRule":
@@ -89,7 +95,10 @@ class StepLossRule:
         """
         if loss.takes_labels:
             return cls(loss=loss, takes_count=takes_count, adds=takes_count or loss.function is not None, weight=None)
-        way = counted_labels(model, ((), sample))
+        try:
+            way = known_labels(model, ((), sample))
+        except UnknownMeanError as unknown:
+            return cls(loss=loss, takes_count=takes_count, adds=False, weight=None, unknown=str(unknown))
         return cls(loss=loss, takes_count=takes_count, adds=way == SUM, weight=counts(model, way))
 
     def microbatches(
@@ -108,15 +117,36 @@ class StepLossRule:
         for batch in batches:
             pieces = cut(batch, parts)
             is_whole = len(pieces) == 1
-            shares = [1.0] * len(pieces) if is_whole or (self.adds and count is not None) else self._shares(pieces)
+            adds = self.adds and (count is not None or not self.loss.takes_labels)
+            shares = [1.0] * len(pieces) if is_whole or adds else self._shares(pieces)
             for piece, share in zip(pieces, shares, strict=True):
                 made.append(self._microbatch(piece, factor * share, count, is_part=not is_whole))
         return made
 
+    def splits(self, model: nn.Module, batch: dict[str, Any], count: Any) -> bool:
+        """Return whether the losses of the halves of some rows give their loss. True if the model cannot run here.
+
+        A user's function is checked in each step instead.
+        """
+        if self.loss.function is not None or lacks_contents(model):
+            return True
+        rows = cut(batch, max(1, rows_in(batch) // 4))[0]
+        with untouched(model, False), torch.no_grad():
+            try:
+                whole, halves = (self._total(model, rows, parts, count) for parts in (1, 2))
+            except Exception:  # such as a layer that runs on GPUs only
+                return True
+        return not math.isfinite(whole) or math.isclose(whole, halves, rel_tol=_tolerance(model), abs_tol=1e-6)
+
+    def _total(self, model: nn.Module, batch: dict[str, Any], parts: int, count: Any) -> float:
+        pieces = self.microbatches([batch], parts, count, 1.0)
+        return sum(float(self.loss(model(**piece.kwargs), piece.target)) for piece in pieces)
+
     def _shares(self, pieces: Sequence[dict[str, Any]]) -> list[float]:
         """Return the shares of a batch's parts in its mean. If the labels are on a GPU, the host waits for them."""
         weights = [self._weight(piece) for piece in pieces]
-        return [weight / max(sum(weights), 1e-30) for weight in weights]
+        total = sum(weights)
+        return [weight / total if total else 1 / len(weights) for weight in weights]
 
     def _microbatch(self, inputs: dict[str, Any], share: float, count: Any, *, is_part: bool) -> Microbatch:
         target: dict[str, Any] = {"share": share, "is_part": is_part}
@@ -125,12 +155,20 @@ class StepLossRule:
             target[_COUNT] = count
         if self.takes_count and count is not None:
             inputs[_COUNT] = count
-        return Microbatch(**inputs, target=target)
+        made = Microbatch(target=target)
+        made.kwargs = inputs  # one of them may be named target
+        return made
 
     def _weight(self, inputs: dict[str, Any]) -> float:
         if self.loss.takes_labels and isinstance(inputs.get("labels"), Tensor):
             return self.loss.active_labels(inputs["labels"])
         return float(self.weight(**inputs) if self.weight else rows_in(inputs))
+
+
+def _tolerance(model: nn.Module) -> float:
+    """Return the relative difference of two equal losses that rounding can cause."""
+    kinds = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    return max([1e-5, *(4 * torch.finfo(kind).eps for kind in kinds)])
 
 
 def _check_adds(function: Callable[..., Any], loss: Tensor, outputs: Any, labels: Any, count: Any) -> None:

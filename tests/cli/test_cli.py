@@ -476,6 +476,12 @@ def test_compare_draws(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_order_for_torch_in_a_folder_that_does_not_exist(tmp_path):
+    result = run("export", "1f1b", "--torch", str(tmp_path / "none" / "order.csv"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: Could not open file")
+
+
 COMMANDS = ["bound", "check", "checkpoint", "compare", "export", "graph", "list", "report", "show", "tune"]
 
 

@@ -1,5 +1,6 @@
 """Small models of Hugging Face, data for them, and trainers that train them alone or in pipeline stages."""
 
+import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -184,6 +185,8 @@ def largest_difference(one: Any, other: Any, place: str = "") -> tuple[float, st
         assert len(one) == len(other), place
         pairs = [(a, b, f"{place}[{number}]") for number, (a, b) in enumerate(zip(one, other, strict=True))]
     elif isinstance(one, float) and "epoch" not in place:
+        if math.isnan(one) or math.isnan(other):
+            return (0.0 if math.isnan(one) and math.isnan(other) else math.inf), place
         return abs(one - other) / max(abs(one), abs(other), 1e-12), place
     else:
         assert one == other, (place, one, other)

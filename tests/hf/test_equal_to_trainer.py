@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
-from transformers import TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback, TrainingArguments
 
 from pipesched.errors import InputError
+from pipesched.hf import PipelineArguments, PipelineTrainer
 from tests.hf import jobs
 
 ROUNDING = 1e-5
@@ -86,6 +88,100 @@ def test_a_loss_function_of_ones_own():
     with pytest.raises(InputError, match="divide by num_items_in_batch, or pass pipeline_microbatches=grad"):
         jobs.trained(jobs.bert, jobs.TWO, parts={"compute_loss_func": mean})
     check(jobs.bert, {**jobs.TWO, "pipeline_microbatches": 2}, parts={"compute_loss_func": mean})
+
+
+def few_labels(count, seed):
+    """Return texts of which some have no labels, as a collator for masked language models makes them."""
+    texts = jobs.rows(jobs.bert, count, seed)
+    for row in texts[::2]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    return texts
+
+
+def no_labels(count, seed):
+    return [{**row, "labels": torch.full_like(row["labels"], -100)} for row in jobs.rows(jobs.bert, count, seed)]
+
+
+@pytest.mark.parametrize("data", [few_labels, no_labels])
+def test_rows_without_labels(data):
+    """The mean over the labels of a micro-batch without labels is NaN, but counts 0. Without any label it is NaN."""
+    check(jobs.bert, data=data, gradient_accumulation_steps=1)
+
+
+class Mixture(MixtralForCausalLM):
+    """A language model that adds a loss of its experts, which is neither a sum nor a mean over rows."""
+
+    def __init__(self):
+        size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+        super().__init__(MixtralConfig(vocab_size=jobs.WORDS, intermediate_size=32, **size, **experts))
+
+
+class Pairs(nn.Module):
+    """Compares each row with all rows of its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        scores = self.first(x).tanh() @ self.second(y).tanh().T
+        return {"loss": functional.cross_entropy(scores, torch.arange(len(x))), "scores": scores}
+
+
+def pairs(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(8, generator=generator), "y": torch.randn(8, generator=generator)} for _ in range(count)]
+
+
+@pytest.mark.parametrize(("make", "data"), [(Mixture, None), (Pairs, pairs)])
+def test_a_loss_that_needs_whole_batches(make, data):
+    data = data or (lambda count, seed: jobs.rows(jobs.llama, count, seed))
+    parts = {"compute_metrics": None}
+    with pytest.raises(InputError, match=f"the loss of {make.__name__} for some rows .* pipeline_microbatches=2"):
+        jobs.trained(make, jobs.TWO, data=data, parts=parts)
+    check(make, {**jobs.TWO, "pipeline_microbatches": 2}, data=data, parts=parts)
+
+
+class Classifier(nn.Module):
+    """A model that is not one of Hugging Face's, with an argument ``target`` and a loss that is a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, jobs.CLASSES)
+
+    def forward(self, x, target=None):
+        outputs = self.last(self.first(x).tanh())
+        return {"loss": functional.cross_entropy(outputs, target, reduction="sum"), "logits": outputs}
+
+
+class LabelClassifier(Classifier):
+    def forward(self, x, labels=None):
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Classifier, "target"), (LabelClassifier, "labels")])
+def test_a_sum_of_labels_of_any_name(make, name):
+    def data(count, seed):
+        return [{"x": row["x"], name: number % jobs.CLASSES} for number, row in enumerate(pairs(count, seed))]
+
+    check(make, data=data, label_names=[name])
+
+
+class OwnOptimizer(PipelineTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        return self.optimizer
+
+
+def test_a_method_that_makes_an_optimizer(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    pipeline = PipelineArguments(**jobs.TWO)
+    data = jobs.rows(jobs.gpt2, 16, 1)
+    trainer = OwnOptimizer(model=jobs.gpt2(), args=arguments, pipeline=pipeline, train_dataset=data)
+    before = jobs.weights(trainer)
+    trainer.train()
+    assert not any(torch.equal(one, other) for one, other in zip(before, jobs.weights(trainer), strict=True))
 
 
 def test_an_optimizer_of_ones_own():

@@ -1,6 +1,8 @@
 """Over processes, a PipelineTrainer has the figures of a Trainer with as many replicas, and resumes on other ranks."""
 
 import pytest
+import torch
+from torch.nn import functional
 
 from tests.hf import jobs
 from tests.hf.processes import in_processes
@@ -35,6 +37,34 @@ def test_two_replicas_of_two_ranks_equal_two_replicas(make):
     for found in in_processes(4, figures, make, pipelines, options)[0]:
         worst, place = jobs.largest_difference(plain, found)
         assert worst <= 1e-5, place
+
+
+def padded_by_batch(count, seed):
+    """Return texts of different lengths, which a collator pads to the longest of each batch."""
+    texts = jobs.rows(jobs.sequence_classifier, count, seed)
+    for row in texts:
+        length = int(row["attention_mask"].sum())
+        row |= {name: row[name][:length] for name in ("input_ids", "attention_mask")}
+    return texts
+
+
+def padding(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        name: torch.stack([functional.pad(row[name], (0, longest - len(row[name]))) for row in rows])
+        for name in ("input_ids", "attention_mask")
+    }
+    return {**batch, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def test_replicas_whose_first_batches_have_different_lengths():
+    options = {"data": padded_by_batch, "parts": {"data_collator": padding}, "max_steps": 2, "eval_steps": 2}
+    make = jobs.sequence_classifier
+    ((plain,), _) = in_processes(2, figures, make, [None], options)
+    pipeline = {"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2}
+    ((found,), *_) = in_processes(4, figures, make, [pipeline], options)
+    worst, place = jobs.largest_difference(plain, found)
+    assert worst <= 1e-5, place
 
 
 def losses(trainer):
