@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +43,7 @@ def plan_of(ranks: int, layers: int) -> Plan:
     """Return a plan that divides the layers evenly."""
     program = schedules.get("1f1b").program(ranks, MICROBATCHES)
     cuts = [layers * stage // ranks for stage in range(ranks + 1)]
-    stages = tuple(tuple(map(str, range(*pair))) for pair in zip(cuts[:-1], cuts[1:], strict=True))
+    stages = tuple(tuple(map(str, range(*pair))) for pair in pairwise(cuts))
     return Plan(stages=stages, schedule="1f1b", program=program, checkpoint="never")
 
 
@@ -116,8 +116,13 @@ def due_losses(layers: int, width: int, steps: int) -> list[float]:
     module = model(layers, width)
     data = batches(width)
     with Pipeline(
-        module, torch.randn(ROWS // MICROBATCHES, width), loss_fn=functional.mse_loss, devices=["cpu"],
-        num_microbatches=MICROBATCHES, schedule="1f1b", seed=0,
+        module,
+        torch.randn(ROWS // MICROBATCHES, width),
+        loss_fn=functional.mse_loss,
+        devices=["cpu"],
+        num_microbatches=MICROBATCHES,
+        schedule="1f1b",
+        seed=0,
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
         losses = []
@@ -174,11 +179,14 @@ def main() -> None:
     console.print(table)
     print(f"median {median(times.values()):.3f} s, longest {max(times.values()):.3f} s")
     print(f"losses equal to the last bit: {equal} of {len(found)}")
-    print(f"bytes sent / bytes that must move: {sum(own[3] for own in found) / sum(must):.4f}, "
-          f"{sum(own[3] == due for own, due in zip(found, must, strict=True))} of {len(found)} equal")
+    print(
+        f"bytes sent / bytes that must move: {sum(own[3] for own in found) / sum(must):.4f}, "
+        f"{sum(own[3] == due for own, due in zip(found, must, strict=True))} of {len(found)} equal"
+    )
     if args.changes:
         first, last = zip(*in_ranks(RANKS, many, *size, args.changes), strict=True)
-        table = Table("process", "MB", "threads", "open files", title=f"after {args.changes // 4} and {args.changes} changes")
+        title = f"after {args.changes // 4} and {args.changes} changes"
+        table = Table("process", "MB", "threads", "open files", title=title)
         for rank, (one, other) in enumerate(zip(first, last, strict=True)):
             table.add_row(str(rank), *(f"{a:.0f} -> {b:.0f}" for a, b in zip(one, other, strict=True)))
         console.print(table)
