@@ -476,7 +476,7 @@ def test_compare_draws(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-COMMANDS = ["bound", "check", "checkpoint", "compare", "export", "graph", "list", "report", "show", "tune"]
+COMMANDS = ["bound", "check", "checkpoint", "compare", "export", "fleet", "graph", "list", "report", "show", "tune"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
