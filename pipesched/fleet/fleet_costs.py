@@ -17,14 +17,14 @@ class FleetCosts:
     | Field | Default | Where it comes from |
     |---|---|---|
     | notice_s | 0.5 | a killed process closes its connections, which its neighbours notice at once |
-    | replan_s | 2 | the search for a number of ranks; `benchmarks/fleet.py` prints what it measures |
+    | replan_s | 3 | measured by `benchmarks/fleet.py`: 0.9 s on average, at most 2.7 s |
     | switch_s | 2 | assumed: new connections and stages |
     | start_s | 30 | assumed: a returning rank starts a process and imports PyTorch, while the others train |
     | restart_s | 120 | given: all processes start again, connect and read a checkpoint |
     | link_bytes_per_s | 10e9 | assumed: a network card of 100 Gb/s at 80 % |
     | link_latency_s | 10e-6 | as in `benchmarks/published.py` |
     | checkpoint_bytes_per_s | 1e9 | assumed, of each rank; fast, which helps checkpoint-restart |
-    | checkpoint_every_s | 1800 | assumed, for `elastic`, which seldom needs a checkpoint |
+    | checkpoint_every_s | 1800 | assumed, for elastic and rerouting, which seldom need one |
 
     Raises:
         InputError: for negative numbers, and speeds that are not positive.
@@ -34,7 +34,7 @@ class FleetCosts:
     #: From a loss until the other ranks know of it.
     notice_s: float = 0.5
     #: The search for a plan, for each number of ranks that has no plan yet.
-    replan_s: float = 2.0
+    replan_s: float = 3.0
     #: From the plan to the first step, without moving layers.
     switch_s: float = 2.0
     #: From the return of a rank until it can join.
@@ -46,7 +46,7 @@ class FleetCosts:
     link_latency_s: float = 10e-6
     #: The speed with which each rank writes its part of a checkpoint.
     checkpoint_bytes_per_s: float = 1e9
-    #: Training between two checkpoints of `elastic`. The other policies use Daly's estimate.
+    #: Training between two checkpoints of elastic and rerouting. The other policies use Daly's estimate.
     checkpoint_every_s: float = 1800.0
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ def test_a_loss_takes_back_the_step_under_way_and_the_survivors_move_layers():
 def test_a_survivor_that_holds_everything_goes_on_without_a_transfer():
     known = capacity(2, 2, "16GB")  # two replicas of one rank
     result = replay(outage(1, at=100, num_ranks=2), known, policies=["elastic"])["elastic"]
-    assert seconds(result, "stall") == pytest.approx(0.5 + 2 + 2)
+    assert seconds(result, "stall") == pytest.approx(0.5 + 3 + 2)
     assert (result.moved_bytes, result.num_restarts) == (0, 0)
 
 

@@ -30,7 +30,7 @@ class Setting:
         return self.capacity.state_bytes / plan.num_ranks / self.costs.checkpoint_bytes_per_s
 
     def interval_s(self, plan: FleetPlan | None) -> float:
-        """Return the time between checkpoints for policies that restart when no replica is left.
+        """Return the time between checkpoints for a policy that restarts when no replica is left.
 
         This is Daly's estimate, if each loss uses up a replica. The mean time between losses is that of the trace,
         which nobody knows in advance.

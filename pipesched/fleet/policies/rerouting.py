@@ -32,7 +32,7 @@ class Rerouting:
 
     def begin(self, num_ranks: int) -> Run:
         plan = self._setting.capacity.best(num_ranks)
-        run = Run(self._setting.interval_s(plan))
+        run = Run(self._setting.costs.checkpoint_every_s)
         self._fleet = Fleet(num_ranks, self._setting.costs.start_s)
         self._form(run, plan)
         if self._plan is not None:
