@@ -21,6 +21,7 @@ __all__ = ["fleet"]
 @click.option("--family", help="A generated trace in place of TRACE: single, hosts, decline, spot, waves or flapping.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the generated trace.")
 @click.option("--profile", type=INPUT, required=True, help="A saved profile, or a table of layers (.csv).")
+@click.option("--rows", type=click.IntRange(min=1), help="Rows of the micro-batch whose costs the table has.")
 @click.option("--batch", type=click.IntRange(min=1), required=True, help="Number of rows in a batch of all replicas.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), help="Number of ranks.  [default: those of TRACE; 64 with --family]"
@@ -59,7 +60,7 @@ def fleet(*, output: tuple[Path, ...], policies: tuple[str, ...], **choices: Any
     \b
     Examples:
       pipesched fleet trace.csv --profile profile.json --batch 512 --memory-limit 72GB
-      pipesched fleet --family spot --seed 1 --profile layers.csv --batch 512 -o fleet.png
+      pipesched fleet --family spot --seed 1 --profile layers.csv --rows 4 --batch 512 -o fleet.png
     """
     from pipesched.fleet import POLICIES, FleetCosts, replay
 
@@ -98,7 +99,7 @@ def _capacity(choices: dict[str, Any], num_ranks: int, costs: Any) -> "Capacity"
 
     file: Path = choices["profile"]
     capacity = Capacity(
-        Profile.from_table(file) if file.suffix == ".csv" else Profile.load(file),
+        Profile.from_table(file, rows=choices["rows"]) if file.suffix == ".csv" else Profile.load(file),
         batch_size=choices["batch"],
         num_ranks=num_ranks,
         memory_limit_bytes=choices["memory_limit"],

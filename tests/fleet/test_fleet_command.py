@@ -45,6 +45,17 @@ def test_a_family_and_a_policy_are_chosen():
 
 
 @pytest.mark.usefixtures("files")
+def test_a_table_of_layers_is_a_profile(tmp_path):
+    (tmp_path / "layers.csv").write_text(
+        "name,forward_ms,backward_ms,parameter_bytes,output_bytes,activation_bytes\na,1,2,4,4,4\nb,1,2,4,4,4\n"
+    )
+    common = ("--profile", "layers.csv", "--rows", 1, "--batch", 8, "--effort", 1000)
+    ran = run("trace.csv", *common, "--policy", "elastic")
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout.splitlines()[2].split()[0] == "elastic"
+
+
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -179,6 +179,13 @@ def test_a_fleet_with_too_few_ranks_waits_and_goes_on(policy):
     assert max(late) == capacity().best_rows_per_s(8)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_fleet_that_never_has_enough_ranks_is_idle(policy):
+    result = replay(outage(0, at=1_000, until=1_500, num_ranks=2), capacity(2), policies=[policy])[policy]
+    assert seconds(result, "idle") == 3_000
+    assert result.rows == result.planned_rows == result.share == 0
+
+
 def test_a_plan_for_more_ranks_is_at_least_as_fast():
     rates = [capacity().best_rows_per_s(count) for count in range(NUM_RANKS + 1)]
     assert rates == sorted(rates)

@@ -68,7 +68,8 @@ class WholeReplicas:
         if self._healed_s:
             run.wake_at(min(self._healed_s.values()))
             return
-        plan = self._restarts.grow(run, self._fleet) if self._has_restarted else None
+        forms = self._has_restarted or self._plan is None
+        plan = self._restarts.grow(run, self._fleet) if forms else None
         if plan is not None:
             self._form(run, plan)
 
