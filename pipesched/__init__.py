@@ -11,6 +11,7 @@ To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distrib
 To add a loss inside a layer: `add_loss`. To pass micro-batches that you have cut yourself: `Microbatch`.
 To plan: `profile`, `tune`, `tune_profile`, `partition`. To study schedules: `schedules`, `simulate`, `validate`,
 `lower_bound`, `viz`.
+To simulate losses of ranks: `fleet`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
 Each of these packages imports only from the packages above it:
@@ -19,6 +20,7 @@ Each of these packages imports only from the packages above it:
     program, order, schedules   schedules as lists of actions; one file per schedule
     simulation, viz             predicted time and memory; pictures
     partitioning, planning      division of layers into stages; search for a plan
+    fleet                       what losses and returns of ranks cost, simulated
     ---- the packages below import torch ----
     tensors, model, capture     turn an nn.Module into layers and stages
     runtime                     stages, executors, transport
@@ -35,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipesched import errors as errors
+    from pipesched import fleet as fleet
     from pipesched import schedules as schedules
     from pipesched import testing as testing
     from pipesched import viz as viz
@@ -115,7 +118,7 @@ _HOME = {
     "validate": "program.validation",
     "with_master_weights": "runtime.stage.master_weights",
 }
-_PACKAGES = ("errors", "schedules", "testing", "viz")
+_PACKAGES = ("errors", "fleet", "schedules", "testing", "viz")
 
 __all__ = [*_HOME, *_PACKAGES]  # noqa: PLE0604
 __version__ = "0.1.0"

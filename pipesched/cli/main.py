@@ -10,6 +10,7 @@ import click
 
 from pipesched import __version__, schedules
 from pipesched.cli.checkpoint_command import checkpoint
+from pipesched.cli.fleet_command import fleet
 from pipesched.cli.model_commands import graph, report, tune
 from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, echo, read_links, write
 from pipesched.cli.programs import program_of, read_source
@@ -59,7 +60,7 @@ def main() -> None:
     """
 
 
-for _command in (report, graph, tune, checkpoint):
+for _command in (report, graph, tune, checkpoint, fleet):
     main.add_command(_command)
 
 
