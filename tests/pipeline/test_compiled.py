@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched import Numerics, Pipeline
+from pipesched import Microbatch, Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.tensors.keyed_random import Key, KeyedRandom
 from pipesched.testing import reference_step
@@ -144,3 +144,45 @@ def test_compiled_layers_add_their_losses() -> None:
         torch.testing.assert_close(pipe.step(added_losses.X, target=added_losses.Y), added_losses.looped(expected))
         assert list(pipe.metrics) == ["added_loss", "z"]
     torch.testing.assert_close(gradients(model), gradients(expected))
+
+
+class Branching(nn.Module):
+    """A model whose code between layers asks whether it is compiled."""
+
+    def __init__(self, entered: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.entered = entered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.entered()
+        if torch.compiler.is_compiling():
+            x = x * 2
+        return self.last(x)
+
+
+def test_code_between_layers_does_not_run_while_another_rank_compiles() -> None:
+    """The first rank's compiler waits until the second rank has begun its code, which it may not do meanwhile."""
+    begun = threading.Event()
+    met = []
+
+    def compiled_slowly(graph: Any, inputs: Any) -> Any:
+        begun.clear()
+        met.append(begun.wait(0.2))
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = Branching(begun.set)
+    expected = Branching(lambda: None)
+    expected.load_state_dict(model.state_dict())
+    parts = [Microbatch(torch.randn(rows, 8), target=torch.zeros(rows, 8)) for rows in (2, 3, 4, 5)]
+    options: Any = {"loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * 2, "schedule": "1f1b"}
+    options |= {"boundaries": ["last"], "numerics": Numerics(loss_reduction="mean")}
+    with (
+        Pipeline(expected, torch.randn(2, 8), **options) as plain,
+        Pipeline(model, torch.randn(2, 8), compile={"backend": compiled_slowly, "dynamic": False}, **options) as pipe,
+    ):
+        assert torch.allclose(pipe.step(microbatches=parts), plain.step(microbatches=parts))
+    assert len(met) > 2
+    assert not any(met)

@@ -7,6 +7,7 @@ recomputation draws the same numbers.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -21,8 +22,10 @@ from pipesched.checks import shown
 from pipesched.errors import InputError, TorchVersionError
 from pipesched.model.fingerprint import fingerprint, form_of
 from pipesched.runtime.stage.batch_norm import BatchNormMode
+from pipesched.runtime.stage.compile_turns import CompileTurns
 from pipesched.tensors.added_losses import Route, added_loss, routed
 from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.payload import Payload
 
 __all__ = ["Compiled", "compiler"]
 
@@ -102,11 +105,24 @@ class Compiled:
         self._made = made
         self._layers: dict[nn.Module, _CompiledLayer] = {}
         self._quiet: set[nn.Module] = set()
+        self._turns = CompileTurns()
         self._route = torch.compiler.disable(_add)  # breaks the graph where a layer adds a loss
 
     def begin(self) -> None:
         """Start a run. The first call of each layer checks whether the layer draws random numbers."""
         self._quiet.clear()
+
+    def turn(self, path: int, arrived: Payload) -> AbstractContextManager[None]:
+        """A context for a forward of the stage, in which torch may compile layers.
+
+        Args:
+            path: the number of the path that the forward takes through the model's code.
+            arrived: the inputs of the stage.
+
+        """
+        leaves = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in arrived.leaves)
+        autocast = torch.is_autocast_enabled(self._device.type)
+        return self._turns.turn((path, leaves, arrived.needs_grad, torch.is_grad_enabled(), autocast))
 
     def call(
         self,

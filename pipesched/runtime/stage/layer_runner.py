@@ -166,15 +166,25 @@ class LayerRunner:
         self._mode = self._split_forward_mode if split else self._forward_mode
         layer_values = self._step_data.layer_values
         noting = None if layer_values is None else Noting(layer_values)
-        if noting is None:
+        if self._compiled is not None:
+            with self._compiled.turn(saved.path, arrived):
+                output = self._run_body(inputs, tuple(values), call, saved, noting)
+        elif noting is None:
             with self._mode:
                 output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
         else:
-            call = noting.of_results(call)
-            inner = noting if self._compiled is None else _NO_CONTEXT  # a compiled layer would be compiled for the mode
-            with self._mode, inner:
-                output = self._body.run(inputs, tuple(values), call, self._random, saved.path)
+            output = self._run_body(inputs, tuple(values), call, saved, noting)
         return output if self._head is None else self._loss(self._head, saved, output, noting.own if noting else None)
+
+    def _run_body(
+        self, inputs: Any, values: tuple[Any, ...], call: Any, saved: MicrobatchState, noting: Noting | None
+    ) -> Any:
+        """Run the stage's layers and the code between them, and note the results of layers if ``noting`` is given."""
+        call = call if noting is None else noting.of_results(call)
+        # a compiled layer would be compiled for the mode
+        inner = _NO_CONTEXT if noting is None or self._compiled is not None else noting
+        with self._mode, inner:
+            return self._body.run(inputs, values, call, self._random, saved.path)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
