@@ -23,6 +23,7 @@ from pipesched.hf.stage_optimizers import StageOptimizers
 from pipesched.hf.trainer_loss import StepLossRule, TrainerLoss
 from pipesched.pipeline.options import Distributed, Numerics, Search
 from pipesched.pipeline.pipeline import Pipeline
+from pipesched.runtime.microbatches import Microbatch
 
 __all__ = ["PipelineSeq2SeqTrainer", "PipelineTrainer"]
 
@@ -49,14 +50,13 @@ class _PipelineTraining(Trainer):
     ) -> None:
         self.pipeline_args = pipeline or PipelineArguments()
         args = args or TrainingArguments(output_dir="tmp_trainer")
-        check_arguments(args, self.pipeline_args)
         if type(self).compute_loss is not _PipelineTraining.compute_loss:
             raise InputError(
                 f"the last stage of a pipeline computes the loss of each micro-batch, so the loss must not be a method "
                 f"of the Trainer; {type(self).__name__} has its own compute_loss; pass compute_loss_func= instead"
             )
         args._n_gpu = min(args.n_gpu, 1)  # one process drives all devices as one pipeline, not as replicas
-        self._batches: list[dict[str, Any]] = []
+        self._microbatches: list[Microbatch] = []
         self._needs_outputs = True
         super().__init__(model, args, **kwargs)
         if self.pipeline_args.pipeline_zero and self.optimizer is not None:
@@ -77,11 +77,33 @@ class _PipelineTraining(Trainer):
         return self._pipeline
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let all ranks of a pipeline read the same batches."""
+        """Let all ranks of a pipeline read the same batches. Each trial of a hyperparameter search starts here, too."""
+        check_arguments(self.args, self.pipeline_args)
         super().create_accelerator_and_postprocess()
         self.replicas = DataReplicas(self.pipeline_args.pipeline_parallel_size, self.args.device.type)
         if self.replicas.mesh is not None:
             self.accelerator.prepare_data_loader = partial(self.replicas.prepare, self.accelerator)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Let a sampler that divides the rows among processes divide them among replicas."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if not hasattr(sampler, "dp_size"):
+            return sampler
+        replicas, accumulation = self.replicas, self.args.gradient_accumulation_steps
+        return type(sampler)(
+            lengths=sampler.lengths,
+            effective_batch_size=self.args.train_batch_size * accumulation * replicas.count,
+            dp_size=replicas.count,
+            grad_accum=accumulation,
+            rank=replicas.index,
+            drop_last=sampler.drop_last,
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of labels. Undo a division by `get_tp_size` where no sum over processes went before."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        is_of_one = isinstance(count, Tensor) and not self.args.average_tokens_across_devices
+        return count * self.get_tp_size() if is_of_one else count
 
     # ---- the pipeline -----------------------------------------------------------------------------------------------
 
@@ -105,6 +127,7 @@ class _PipelineTraining(Trainer):
         """Make the pipeline, then an optimizer of the weights that this process trains."""
         if model is not None:
             return super().create_optimizer(model)
+        self._microbatches = []  # those of a step that a callback has stopped
         with random_state():
             self._make_pipeline(next(iter(self.get_train_dataloader())))
         check_callbacks(self.callback_handler.callbacks, self.pipeline_args)
@@ -120,18 +143,26 @@ class _PipelineTraining(Trainer):
     def _optimizer_of(self, named: list[tuple[str, nn.Parameter]]) -> Any:
         """Make an optimizer of some of the model's parameters, as Trainer makes one of all parameters."""
         self.optimizer = None
-        made = super().create_optimizer(_Named(named))
+        made = super().create_optimizer(_Named(named, self.model))
         self.optimizer = None
         return made
 
     def _optimizer_of_stage(self, parameters: Any) -> Any:
-        return self._optimizer_of(parameters.named())
+        made = self._optimizer_of(parameters.named())
+        if hasattr(made, "eval"):
+            raise InputError(
+                f"with pipeline_zero above 0, a replica holds only a part of each weight between steps, so an "
+                f"optimizer cannot change the weights for an evaluation; got "
+                f"pipeline_zero={self.pipeline_args.pipeline_zero} and {type(made).__name__}; pass pipeline_zero=0"
+            )
+        return made
 
     def _make_pipeline(self, batch: dict[str, Any]) -> None:
-        """Make the pipeline, unless it exists. The first micro-batch of ``batch`` is the sample."""
+        """Make the pipeline, unless it exists. The first micro-batch of the first replica's ``batch`` is the sample."""
         if self._pipeline is not None:
             return
         options, replicas = self.pipeline_args, self.replicas
+        batch = replicas.of_first(dict(batch))
         for module in self.model.modules():  # Trainer sets the model's own configuration, not those of its parts
             if hasattr(getattr(module, "config", None), "use_cache"):
                 module.config.use_cache = self.args.use_cache
@@ -143,7 +174,7 @@ class _PipelineTraining(Trainer):
         self._parts = options.microbatches_per_batch(accumulation, num_ranks, saved)
         self._evaluation_parts = self._parts if self.compute_loss_func else 2 * num_ranks
         loss = TrainerLoss(smoother=self.label_smoother, shifts=self._shifts(), function=self.compute_loss_func)
-        sample = cut(dict(batch), self._parts)[0]
+        sample = cut(batch, self._parts)[0]
         if loss.takes_labels:
             sample.pop("labels", None)
         count = self._get_num_items_in_batch([batch], self.args.device)
@@ -188,24 +219,23 @@ class _PipelineTraining(Trainer):
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        self._batches = []  # those of a step that a callback has stopped
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch; with the last batch of a step, run the pipeline's step. Returns the loss of the step then."""
-        self._batches.append(dict(self._prepare_inputs(inputs)))
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches, self._batches = self._batches, []
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
+        """Keep the batch; with the last batch of a step, run the pipeline's step. Returns the loss of the step then.
+
+        If data without a length end within a step, the next step has their last batches, too, as with Trainer.
+        """
         has_sum = self.loss_is_scaled_for_ga
         if has_sum is None:
             has_sum = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             has_sum = has_sum or self.compute_loss_func is not None
         factor = self._replica_factor(num_items_in_batch) / (1 if has_sum else self.current_gradient_accumulation_steps)
-        microbatches = self._rule.microbatches(batches, self._parts, num_items_in_batch, factor)
+        batch = dict(self._prepare_inputs(inputs))
+        self._microbatches += self._rule.microbatches([batch], self._parts, num_items_in_batch, factor)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        microbatches, self._microbatches = self._microbatches, []
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
         self.pipeline.train()
         with self._autocast():
             loss = self.pipeline.step(microbatches=microbatches)
@@ -259,9 +289,10 @@ class _PipelineTraining(Trainer):
         """Return the outputs of a batch of this replica, with the mean loss if there are labels."""
         if inputs.get("labels") is None:
             return self.pipeline(gather=True, **inputs)
-        count = inputs["labels"].ne(-100).sum() if self._rule.takes_count else None
+        labels = inputs["labels"][..., 1:] if self._shifts() else inputs["labels"]
+        count = labels.ne(-100).sum() if self._rule.takes_count else None
         loss, outputs = self._evaluated(inputs, count, 1.0)
-        return {**outputs, "loss": loss}
+        return {"loss": loss, **outputs}  # metrics get it as Trainer's, if the labels have none of the label_names
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -350,8 +381,9 @@ def _devices(own: torch.device) -> list[Any]:
 class _Named:
     """Some of the model's parameters, in place of the model, for Trainer's method that makes an optimizer."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: list[tuple[str, nn.Parameter]], model: nn.Module) -> None:
         self._named = named
+        self.modules = model.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._named
