@@ -6,7 +6,7 @@ from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.hf.arguments import PipelineArguments
 
-__all__ = ["REFUSED", "check_arguments", "check_callbacks"]
+__all__ = ["REFUSED", "REFUSED_OPTIMIZERS", "check_arguments", "check_callbacks"]
 
 #: Name -> why the argument is refused, and what to do instead.
 REFUSED = {
@@ -31,6 +31,15 @@ REFUSED = {
     "ddp_static_graph": ("the pipeline replaces DistributedDataParallel", "leave it out"),
 }
 
+#: Start of a value of ``optim`` -> why it is refused. These optimizers need the parameters of the whole model in one.
+REFUSED_OPTIMIZERS = {
+    "galore": "it chooses weights by the layers of the whole model",
+    "apollo": "its random numbers depend on the place of each weight in the whole model",
+    "grokadamw": "its decay depends on the place of each weight in the whole model",
+    "lomo": "it updates the weights during the backward of each micro-batch",
+    "adalomo": "it updates the weights during the backward of each micro-batch",
+}
+
 
 def check_arguments(args: TrainingArguments, pipeline: PipelineArguments) -> None:
     """Raise InputError for an argument that the pipeline cannot honour."""
@@ -39,6 +48,13 @@ def check_arguments(args: TrainingArguments, pipeline: PipelineArguments) -> Non
             raise InputError(
                 f"PipelineTrainer cannot honour every TrainingArgument, and raises an error for those; got "
                 f"{name}={shown(value)}; {why}; {remedy}"
+            )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    for start, why in REFUSED_OPTIMIZERS.items():
+        if optimizer.startswith(start):
+            raise InputError(
+                f"each stage of a pipeline updates its own weights; got optim={optimizer!r}; {why}; pass "
+                f"optim='adafactor', which needs little memory, or optim='adamw_torch'"
             )
     if args.accelerator_config.split_batches or args.accelerator_config.dispatch_batches:
         raise InputError(

@@ -1,5 +1,6 @@
 """Replicas: which processes of a job form a pipeline, and which of them read other data than this one."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -64,17 +65,6 @@ class DataReplicas:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    def first_batch(self, loader: Any) -> Any:
-        """Return the first batch of the first replica, so that all replicas make the same pipeline."""
-        shards = [one for one in (loader.batch_sampler, loader.dataset) if hasattr(one, "process_index")]
-        try:
-            for shard in shards:
-                shard.process_index = 0
-            return next(iter(loader))
-        finally:
-            for shard in shards:
-                shard.process_index = self.index
-
     def gather(self, accelerator: Accelerator, data: Any, *, keeps_duplicates: bool = False) -> Any:
         """Return the rows of all replicas, by default without the rows that the last batch has twice."""
         state = accelerator.gradient_state
@@ -83,12 +73,23 @@ class DataReplicas:
         return recursively_apply(lambda rows: self._joined(rows)[:keep], data)
 
     def _joined(self, rows: Tensor) -> Tensor:
+        own: Tensor = torch.atleast_1d(rows).contiguous()
         if self.mesh is None or self.count == 1:
-            return rows
-        own = torch.atleast_1d(rows).contiguous()
+            return own
         parts = [torch.empty_like(own) for _ in range(self.count)]
         distributed.all_gather(parts, own, group=self.mesh.get_group("dp"))
         return torch.cat(parts)
+
+    def of_first(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch of the first replica, in all processes. Those of others may have another length."""
+        if self.mesh is None or self.count == 1:
+            return batch
+        shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)}
+        first = {**batch}
+        for name, shape in json.loads(self.gathered(json.dumps(shapes))[0]).items():
+            first[name] = batch[name].contiguous() if self.index == 0 else batch[name].new_empty(shape)
+            distributed.broadcast(first[name], group=self.mesh.get_group("dp"), group_src=0)
+        return first
 
     def gathered(self, text: str) -> list[str]:
         """Return the text of the first rank of each replica, in all processes."""

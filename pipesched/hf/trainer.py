@@ -25,6 +25,7 @@ from pipesched.hf.trainer_loss import StepLossRule, TrainerLoss
 from pipesched.hf.whole_checkpoints import begin_save, check_whole, newest_whole
 from pipesched.pipeline.options import Distributed, Numerics, Search
 from pipesched.pipeline.pipeline import Pipeline
+from pipesched.runtime.microbatches import Microbatch
 from pipesched.user_warning import warn
 
 __all__ = ["PipelineSeq2SeqTrainer", "PipelineTrainer"]
@@ -38,6 +39,7 @@ class _PipelineTraining(Trainer):
     gather_function: Any
     _pipeline: Pipeline | None = None
     _rule: StepLossRule
+    _num_weights: int
     _parts: int  #: the number of micro-batches of a batch in training
     _evaluation_parts: int
     _splits: bool  #: whether the losses of a batch's parts give its loss
@@ -53,14 +55,13 @@ class _PipelineTraining(Trainer):
     ) -> None:
         self.pipeline_args = pipeline or PipelineArguments()
         args = args or TrainingArguments(output_dir="tmp_trainer")
-        check_arguments(args, self.pipeline_args)
         if type(self).compute_loss is not _PipelineTraining.compute_loss:
             raise InputError(
                 f"the last stage of a pipeline computes the loss of each micro-batch, so the loss must not be a method "
                 f"of the Trainer; {type(self).__name__} has its own compute_loss; pass compute_loss_func= instead"
             )
         args._n_gpu = min(args.n_gpu, 1)  # one process drives all devices as one pipeline, not as replicas
-        self._batches: list[dict[str, Any]] = []
+        self._microbatches: list[Microbatch] = []
         self._needs_outputs = True
         super().__init__(model, args, **kwargs)
         if self.pipeline_args.pipeline_zero and self.optimizer is not None:
@@ -81,11 +82,33 @@ class _PipelineTraining(Trainer):
         return self._pipeline
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let all ranks of a pipeline read the same batches."""
+        """Let all ranks of a pipeline read the same batches. Each trial of a hyperparameter search starts here, too."""
+        check_arguments(self.args, self.pipeline_args)
         super().create_accelerator_and_postprocess()
         self.replicas = DataReplicas(self.pipeline_args.pipeline_parallel_size, self.args.device.type)
         if self.replicas.mesh is not None:
             self.accelerator.prepare_data_loader = partial(self.replicas.prepare, self.accelerator)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Let a sampler that divides the rows among processes divide them among replicas."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if not hasattr(sampler, "dp_size"):
+            return sampler
+        replicas, accumulation = self.replicas, self.args.gradient_accumulation_steps
+        return type(sampler)(
+            lengths=sampler.lengths,
+            effective_batch_size=self.args.train_batch_size * accumulation * replicas.count,
+            dp_size=replicas.count,
+            grad_accum=accumulation,
+            rank=replicas.index,
+            drop_last=sampler.drop_last,
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of labels. Undo a division by `get_tp_size` where no sum over processes went before."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        is_of_one = isinstance(count, Tensor) and not self.args.average_tokens_across_devices
+        return count * self.get_tp_size() if is_of_one else count
 
     # ---- the pipeline -----------------------------------------------------------------------------------------------
 
@@ -120,7 +143,7 @@ class _PipelineTraining(Trainer):
 
     def _make_pipeline_for_training(self) -> None:
         with random_state():
-            self._make_pipeline(self.replicas.first_batch(self.get_train_dataloader()))
+            self._make_pipeline(next(iter(self.get_train_dataloader())))
         check_callbacks(self.callback_handler.callbacks, self.pipeline_args)
 
     def get_decay_parameter_names(self, model: Any) -> Any:
@@ -129,18 +152,26 @@ class _PipelineTraining(Trainer):
     def _optimizer_of(self, named: list[tuple[str, nn.Parameter]]) -> Any:
         """Make an optimizer of some of the model's parameters, as Trainer makes one of all parameters."""
         self.optimizer = None
-        made = super().create_optimizer(_Named(named))
+        made = super().create_optimizer(_Named(named, self.model))
         self.optimizer = None
         return made
 
     def _optimizer_of_stage(self, parameters: Any) -> Any:
-        return self._optimizer_of(parameters.named())
+        made = self._optimizer_of(parameters.named())
+        if hasattr(made, "eval"):
+            raise InputError(
+                f"with pipeline_zero above 0, a replica holds only a part of each weight between steps, so an "
+                f"optimizer cannot change the weights for an evaluation; got "
+                f"pipeline_zero={self.pipeline_args.pipeline_zero} and {type(made).__name__}; pass pipeline_zero=0"
+            )
+        return made
 
     def _make_pipeline(self, batch: dict[str, Any]) -> None:
-        """Make the pipeline, unless it exists. The first micro-batch of ``batch`` is the sample."""
+        """Make the pipeline, unless it exists. The first micro-batch of the first replica's ``batch`` is the sample."""
         if self._pipeline is not None:
             return
         options, replicas = self.pipeline_args, self.replicas
+        batch = replicas.of_first(dict(batch))
         for module in self.model.modules():  # Trainer sets the model's own configuration, not those of its parts
             if hasattr(getattr(module, "config", None), "use_cache"):
                 module.config.use_cache = self.args.use_cache
@@ -151,8 +182,9 @@ class _PipelineTraining(Trainer):
         saved = files.num_microbatches(replicas.count) if files and files.exist else None
         self._parts = options.microbatches_per_batch(accumulation, num_ranks, saved)
         loss = TrainerLoss(smoother=self.label_smoother, shifts=self._shifts(), function=self.compute_loss_func)
-        sample = self._find_rule(dict(batch), loss)
+        sample = self._find_rule(batch, loss)
         self._evaluation_parts = 2 * num_ranks if self._splits and not self.compute_loss_func else self._parts
+        self._num_weights = self._counted_weights()
         clip = self.args.max_grad_norm or math.inf
         zero = options.pipeline_zero
         plan = options.plan
@@ -233,6 +265,7 @@ class _PipelineTraining(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does. With ``resume_from_checkpoint=True``, the newest complete checkpoint is the start."""
+        self._microbatches = []  # those of a step that a callback has stopped
         if resume_from_checkpoint is True:
             whole, lacks = newest_whole(Path(self.args.output_dir))
             if lacks and self.is_world_process_zero():
@@ -242,24 +275,23 @@ class _PipelineTraining(Trainer):
             check_whole(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        self._batches = []  # those of a step that a callback has stopped
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch; with the last batch of a step, run the pipeline's step. Returns the loss of the step then."""
-        self._batches.append(dict(self._prepare_inputs(inputs)))
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches, self._batches = self._batches, []
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
+        """Keep the batch; with the last batch of a step, run the pipeline's step. Returns the loss of the step then.
+
+        If data without a length end within a step, the next step has their last batches, too, as with Trainer.
+        """
         has_sum = self.loss_is_scaled_for_ga
         if has_sum is None:
             has_sum = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             has_sum = has_sum or self.compute_loss_func is not None
         factor = self._replica_factor(num_items_in_batch) / (1 if has_sum else self.current_gradient_accumulation_steps)
-        microbatches = self._rule.microbatches(batches, self._parts, num_items_in_batch, factor)
+        batch = dict(self._prepare_inputs(inputs))
+        self._microbatches += self._rule.microbatches([batch], self._parts, num_items_in_batch, factor)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        microbatches, self._microbatches = self._microbatches, []
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
         self.pipeline.train()
         with self._autocast():
             loss = self.pipeline.step(microbatches=microbatches)
@@ -279,6 +311,17 @@ class _PipelineTraining(Trainer):
             return grad_norm
         return self.pipeline.grad_norm if self.pipeline_args.pipeline_zero else self.pipeline.clip_grad_norm_(max_norm)
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """Count the operations of all weights, also with ``pipeline_zero=3``, where a process holds a part of them."""
+        count = super().floating_point_ops(inputs)
+        held = self._counted_weights()
+        return count * self._num_weights // held if held else count
+
+    def _counted_weights(self) -> int:
+        """Return the number of weights in this process that Trainer counts, or 0 if it counts none."""
+        count = getattr(self.model, "num_parameters", None)
+        return 0 if count is None else int(count(exclude_embeddings=True))
+
     def store_flos(self) -> None:
         """Count each batch once, not in every rank of its pipeline."""
         self.current_flos = 0.0 if self.replicas.rank else float(self.current_flos)
@@ -294,7 +337,7 @@ class _PipelineTraining(Trainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None:
             with random_state():
-                self._make_pipeline(self.replicas.first_batch(dataloader))
+                self._make_pipeline(next(iter(dataloader)))
         if self.replicas.mesh is not None:  # a Seq2SeqTrainer keeps the rows that the last batch has twice
             keeps = self.gather_function == self.accelerator.gather
             self.gather_function = partial(self.replicas.gather, self.accelerator, keeps_duplicates=keeps)
@@ -313,9 +356,10 @@ class _PipelineTraining(Trainer):
         """Return the outputs of a batch of this replica, with the mean loss if there are labels."""
         if inputs.get("labels") is None:
             return self.pipeline(gather=True, **inputs)
-        count = inputs["labels"].ne(-100).sum() if self._rule.takes_count else None
+        labels = inputs["labels"][..., 1:] if self._shifts() else inputs["labels"]
+        count = labels.ne(-100).sum() if self._rule.takes_count else None
         loss, outputs = self._evaluated(inputs, count, 1.0)
-        return {**outputs, "loss": loss}
+        return {"loss": loss, **outputs}  # metrics get it as Trainer's, if the labels have none of the label_names
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -406,8 +450,9 @@ def _devices(own: torch.device) -> list[Any]:
 class _Named:
     """Some of the model's parameters, in place of the model, for Trainer's method that makes an optimizer."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: list[tuple[str, nn.Parameter]], model: nn.Module) -> None:
         self._named = named
+        self.modules = model.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._named

@@ -166,9 +166,9 @@ def trained(
 
 
 def figures(trainer: Trainer) -> dict[str, Any]:
-    """Return the figures of a trainer's state that do not depend on the speed of the machine."""
+    """Return the figures of a trainer's state that do not depend on the speed and memory of the machine."""
     state = {**vars(trainer.state)}
-    skipped = ("runtime", "per_second", "preparation_time")
+    skipped = ("runtime", "per_second", "preparation_time", "_mem_")
     state["log_history"] = [
         {name: value for name, value in entry.items() if not any(word in name for word in skipped)}
         for entry in state["log_history"]

@@ -33,7 +33,9 @@ def test_two_replicas_of_two_ranks_equal_two_replicas(make):
     """Also with what ``zero`` splits over the replicas, and where the last batch of the evaluation is incomplete."""
     options = {"include_num_input_tokens_seen": "all"}
     ((plain,), _) = in_processes(2, figures, make, [None], options)
-    pipelines = [{"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": zero} for zero in (0, 2)]
+    pipelines = [
+        {"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": zero} for zero in (0, 2, 3)
+    ]
     for found in in_processes(4, figures, make, pipelines, options)[0]:
         worst, place = jobs.largest_difference(plain, found)
         assert worst <= 1e-5, place

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from pipesched.hf.refused_arguments import REFUSED
+from pipesched.hf.refused_arguments import REFUSED, REFUSED_OPTIMIZERS
 from tests.hf import jobs
 
 ROOT = Path(__file__).parents[2]
@@ -57,5 +57,7 @@ def test_the_table_names_the_arguments_that_are_refused():
     names = {field.name for field in fields(TrainingArguments)}
     rows = re.findall(r"^\| (`.*`) \| (.*) \|$", PAGE, re.MULTILINE)
     refused = {name for cell, what in rows if what.startswith("refused") for name in re.findall(r"`(\w+)`", cell)}
-    assert refused == {*REFUSED, "enable_jit_checkpoint"}
+    assert refused == {*REFUSED, "enable_jit_checkpoint", "optim"}
     assert refused <= names
+    (optimizers,) = (what for cell, what in rows if cell == "`optim`")
+    assert set(re.findall(r"`(\w+)`", optimizers)) == {*REFUSED_OPTIMIZERS, "pipeline_zero", "schedule_free"}

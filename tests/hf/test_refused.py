@@ -1,11 +1,14 @@
 """What a pipeline cannot honour is refused by name, with a remedy."""
 
 import pytest
+import torch
 from transformers import TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from pipesched.errors import InputError
 from pipesched.hf import PipelineArguments, PipelineTrainer
-from pipesched.hf.refused_arguments import REFUSED, check_arguments, check_callbacks
+from pipesched.hf.refused_arguments import REFUSED, REFUSED_OPTIMIZERS, check_arguments, check_callbacks
+from pipesched.model.named_parameters import NamedParameters
 from tests.hf import jobs
 
 
@@ -16,6 +19,30 @@ def test_an_argument_is_refused_by_its_name(name, tmp_path):
     object.__setattr__(arguments, name, "something")
     with pytest.raises(InputError, match=f"got {name}='something'; .*; .*"):
         check_arguments(arguments, PipelineArguments())
+
+
+OPTIMIZERS = [one.value for one in OptimizerNames if one.value.startswith(tuple(REFUSED_OPTIMIZERS))]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_whole_models_is_refused(name, tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", optim=name)
+    with pytest.raises(InputError, match=f"got optim='{name}'; .*; pass optim='adafactor', .*, or optim='adamw_torch'"):
+        check_arguments(arguments, PipelineArguments())
+
+
+class Swapped(torch.optim.SGD):
+    """Changes the weights for evaluations, as optimizers without a schedule do."""
+
+    def eval(self):
+        raise AssertionError
+
+
+def test_an_optimizer_that_changes_weights_for_evaluations_with_zero():
+    parts = {"optimizer_cls_and_kwargs": (Swapped, {"lr": 1e-3})}
+    trainer = jobs.trained(jobs.gpt2, {**jobs.TWO, "pipeline_zero": 1}, parts=parts, train=False)
+    with pytest.raises(InputError, match="got pipeline_zero=1 and Swapped; pass pipeline_zero=0"):
+        trainer._optimizer_of_stage(NamedParameters(list(trainer.model.named_parameters())))
 
 
 @pytest.mark.parametrize(
