@@ -39,6 +39,7 @@ LAYOUTS: list[tuple[str, int, list[dict[str, Any]]]] = [
     ("2 processes, 2 ranks", 1, [{"pipeline_schedule": "1f1b"}]),
     ("4 processes, 2 x 2", 2, [{"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2}]),
     ("4 processes, 2 x 2, zero 2", 2, [{"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": 2}]),
+    ("4 processes, 2 x 2, zero 3", 2, [{"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_zero": 3}]),
 ]
 
 
