@@ -127,8 +127,7 @@ class AutoPlan:
         request: PlanRequest,
         layers: Mapping[str, LayerCosts],
         rows: int,
-        speeds: Mapping[int, float],
-        effort: int,
+        **changes: Any,
     ) -> Plan:
         """Search again, with costs and speeds of ranks that were measured in steps. Raises the errors of ``find``.
 
@@ -136,8 +135,7 @@ class AutoPlan:
             request: the user's choices, with the number of micro-batches.
             layers: the costs of the layers.
             rows: the number of rows of a micro-batch; 0 for that of the sample.
-            speeds: the speeds of slow ranks relative to the fastest.
-            effort: the number of actions that the search is allowed to simulate.
+            **changes: other fields of the SearchRequest, such as ``speeds`` and ``effort``.
 
         """
         rows = rows or self._sample_size().rows
@@ -145,7 +143,7 @@ class AutoPlan:
         profile = Profile({rows: self.layered.graph(layers)}, machine=machine)
         assert request.num_microbatches is not None
         search = self._search_request(profile, rows * request.num_microbatches, request)
-        return find_plan(replace(search, speeds=speeds, effort=effort))
+        return find_plan(replace(search, **changes))
 
     def _search_request(self, profile: Profile, batch_size: int, request: PlanRequest) -> SearchRequest:
         is_limited = self.search.memory_limit_bytes is not None

@@ -35,8 +35,10 @@ from pipesched.units import counted
 from pipesched.user_warning import warn
 
 __all__ = [
+    "binds_all_ranks",
     "check_agreement",
     "check_functions",
+    "check_idle_ranks",
     "checked_programs",
     "choose_plan",
     "ending_on_error",
@@ -162,6 +164,21 @@ def checked_programs(request: PlanRequest, grid: RankGrid, spec: AssemblySpec) -
     return programs
 
 
+def binds_all_ranks(spec: AssemblySpec, grid: RankGrid) -> bool:
+    """Return whether every rank must hold stages, because it must know whether the others found an overflow."""
+    return spec.rules is not None and spec.rules.binds_all_ranks and not grid.in_one_process
+
+
+def check_idle_ranks(spec: AssemblySpec, grid: RankGrid) -> None:
+    """Raise DeviceCountError if a rank of the grid holds no stages, although every rank must."""
+    if binds_all_ranks(spec, grid) and grid.num_idle:
+        raise DeviceCountError(
+            f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
+            f"detect an overflow; the mesh has {len(grid.all_devices)} ranks, but the plan uses {len(grid.devices)}; "
+            f"use a mesh of {counted(len(grid.devices), 'rank')}, or pass schedule= to use all ranks"
+        )
+
+
 def start(
     *,
     model: Any,
@@ -188,14 +205,7 @@ def start(
     """
     programs = checked_programs(request, host.grid, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
-    binds = spec.rules is not None and spec.rules.binds_all_ranks
-    if binds and not host.grid.in_one_process and host.grid.num_idle:
-        raise DeviceCountError(
-            f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
-            f"detect an overflow; the mesh has {len(host.grid.all_devices)} ranks, but the plan uses "
-            f"{len(host.grid.devices)}; use a mesh of {counted(len(host.grid.devices), 'rank')}, or pass "
-            f"schedule= to use all ranks"
-        )
+    check_idle_ranks(spec, host.grid)
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):

@@ -13,7 +13,7 @@ from pipesched.errors import MemoryLimitError, PartitionError, ScheduleError
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
-from pipesched.pipeline.construction import checked_programs
+from pipesched.pipeline.construction import binds_all_ranks, checked_programs
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.running_plan import RunningPlan
@@ -154,10 +154,8 @@ class PlanSearch:
         if unasked and self._has_searched and not changed:
             return self._unchanged(self._step_s(now.programs, now.cut, update_s, rows), noise)
         self._has_searched = True
-        cost_model.slow |= {place: own for place, own in idle.items() if own > 1 + certain(noise)}
-        cost_model.slow = {
-            place: own for place, own in cost_model.slow.items() if idle.get(place, own) > 1 + certain(noise)
-        }
+        known = {**cost_model.slow, **idle}
+        cost_model.slow = {place: own for place, own in known.items() if place not in idle or own > 1 + certain(noise)}
         self._learn(measured, certain(noise))
         before_s = self._step_s(now.programs, now.cut, update_s, rows)
         best = self._best([self._same_schedule(update_s), *self._other_schedules(update_s)])
@@ -236,7 +234,12 @@ class PlanSearch:
             speeds = {rank: 1 / own for rank, own in enumerate(slow) if own != 1}
             try:
                 plan = auto_plan.again(
-                    request, self._cost_model.measured(), self._cost_model.planned.rows, speeds, _EFFORT_OF_PLANS
+                    request,
+                    self._cost_model.measured(),
+                    self._cost_model.planned.rows,
+                    speeds=speeds,
+                    effort=_EFFORT_OF_PLANS,
+                    all_ranks=binds_all_ranks(self._spec, grid),
                 )
                 programs = checked_programs(PlanRequest().pinned(plan, list(self._spec.layers)), grid, self._spec)
             except (PartitionError, MemoryLimitError, ScheduleError):

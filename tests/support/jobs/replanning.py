@@ -1,6 +1,9 @@
 """Jobs that train over processes while the plan changes, and return what a run that never changes must have."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -41,12 +44,14 @@ def untied() -> nn.Module:
     return model
 
 
-def pipeline(group: Group, half: Half, in_tree: bool) -> Pipeline:
+def pipeline(group: Group, half: Half, in_tree: bool, replan_every: int | None = None) -> Pipeline:
     """Return a pipeline over all processes of the group that begins with the plan of ``half``."""
     where = place(group)
     if half.replicas > 1:
         where["mesh"] = mesh_of(half.replicas, group.size() // half.replicas)
         where["distributed"] = Distributed(timeout=600, zero=half.zero)
+    if replan_every is not None:
+        where["distributed"] = Distributed(timeout=600, replan_every=replan_every)
     user = half.optimizer == "user"
     return Pipeline(
         untied() if in_tree else runs.Net(),
@@ -124,7 +129,12 @@ def tensors_of(pipe: Pipeline, optimizers: list[Any]) -> dict[str, Tensor]:
 
 def as_if(pipe: Pipeline, slow: Mapping[int, float]) -> None:
     """Let the last steps of a pipeline look as if each layer took 3 ms, and longer in processes that are slow."""
-    running = pipe._running
+    running, cost_model = pipe._running, pipe._cost_model
+    if not cost_model.slow:
+        times = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 1e-3)
+        known = cost_model.measured()
+        cost_model.forget()
+        cost_model.layers = {name: replace(own, backward_s=2e-3, crowded_s=0.0, **times) for name, own in known.items()}
     program = running.program
     factors = [slow.get(running.host.grid.rows[0][rank], 1.0) for rank in program.placement]
     times = [1e-3 * len(names) * factor for names, factor in zip(running.cut, factors, strict=True)]
@@ -153,3 +163,42 @@ def with_slow_processes(group: Group, slow: Mapping[int, float]) -> list[Any]:
                     held[ranks[rank]] += len(names)
                 placed.append((held, pipe._cost_model.slow))
     return [losses, placed]
+
+
+def unasked(group: Group) -> list[Any]:
+    """Train with a pipeline that looks for a faster plan after every 2 steps; return losses, plans and messages."""
+    losses, plans, schedulers = [], [], Schedulers()
+    with listening() as said, pipeline(group, Half(3, optimizer="pipeline"), False, replan_every=2) as pipe:
+        for step in range(8):
+            as_if(pipe, {1: 4.0} if step in (2, 3) else {})
+            x, y = runs.batch(step)
+            losses.append(pipe.step(x, target=y).clone())
+            schedulers.step(list(pipe.optimizers.values()), step)
+            plans.append((pipe.plan.program.num_ranks, pipe.plan.stages, pipe._running.host.grid.rows))
+    return [losses, plans, said]
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """A context that collects what pipelines log at the level INFO."""
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("pipesched.pipeline")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
+def idle_speed(group: Group) -> dict[Any, float]:
+    """Return the measured slowness of the processes without stages."""
+    with pipeline(group, Half(2, optimizer="pipeline"), False) as pipe:
+        pipe._cost_model.measured()
+        x, y = runs.batch(0)
+        for _ in range(3):
+            pipe.step(x, target=y)
+        return pipe._history.gather_steps()[1]
