@@ -39,23 +39,13 @@ def test_label_smoothing(make):
     check(make, label_smoothing_factor=0.1, data=jobs.rows_with_decoder_inputs if make is jobs.t5 else None)
 
 
-#: TrainingArguments that change what is trained or printed.
+#: Combinations of TrainingArguments. Each argument by itself is in test_every_argument.py.
 ARGUMENTS = {
     "warm-up and cosine": {"warmup_steps": 3, "lr_scheduler_type": "cosine"},
     "rate by metric": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_loss"},
     "no clipping": {"max_grad_norm": 0.0},
-    "tight clipping": {"max_grad_norm": 0.1},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
-    "workers": {"dataloader_num_workers": 1},
     "epochs": {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch", "gradient_accumulation_steps": 4},
-    "no incomplete batch": {"dataloader_drop_last": True, "num_train_epochs": 1, "max_steps": -1},
-    "evaluation in parts": {"eval_accumulation_steps": 2},
-    "losses only": {"prediction_loss_only": True},
-    "inputs for metrics": {"include_for_metrics": ["inputs", "loss"]},
-    "evaluation at the start": {"eval_on_start": True},
-    "weight decay": {"weight_decay": 0.3},
-    "another optimizer": {"optim": "sgd"},
-    "seed of the data": {"data_seed": 4},
 }
 
 
@@ -63,11 +53,6 @@ ARGUMENTS = {
 @pytest.mark.parametrize("options", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_an_argument(options):
     check(jobs.gpt2, **options)
-
-
-@pytest.mark.exhaustive
-def test_compiled_layers():
-    check(jobs.gpt2, torch_compile=True, torch_compile_backend="eager")
 
 
 def test_bf16_rounds_as_trainer_does_if_no_batch_is_split():
@@ -196,10 +181,6 @@ def test_an_optimizer_of_ones_own():
     plain = figures(None)
     torch.manual_seed(0)
     assert jobs.largest_difference(plain, figures(jobs.TWO))[0] <= ROUNDING
-
-
-def test_generated_text_and_its_loss():
-    check(jobs.t5, predict_with_generate=True, generation_max_length=8)
 
 
 def test_callbacks_see_the_gradients_and_the_metrics_see_prepared_outputs():

@@ -69,6 +69,7 @@ def test_one_of_two_ranks_is_killed_within_a_step(tmp_path, undisturbed):
     assert losses_of(THREE_STAGES, str(tmp_path)) == undisturbed
 
 
+@pytest.mark.exhaustive
 def test_all_of_four_ranks_are_killed_within_a_step(tmp_path, undisturbed):
     """The run resumes on two ranks."""
     assert exit_codes(4, 1, killed_in_step, str(tmp_path), kills_others=True) == [KILLED] * 4
@@ -129,7 +130,7 @@ def killed_in_save(pipeline: dict[str, Any], folder: str, moment: str) -> None:
     losses_of(pipeline, folder, resume=None, save_total_limit=1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_process_is_killed_within_a_save(moment, tmp_path, undisturbed):
     """The checkpoint before is still there, and the run resumes from it."""
