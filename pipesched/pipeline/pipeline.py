@@ -809,7 +809,7 @@ class Pipeline(SavingInterface):
 
     def _replan_unasked(self) -> None:
         self._replanner.begin()
-        found = self._replanner.improve(None, UserStates(), unasked=True)
+        found = self._replanner.improve(None, UserStates(), every=self._replan_every)
         _LOG.info("replanned before step %d: %s", self._running.step, found)
 
     @property

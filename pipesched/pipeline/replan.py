@@ -13,9 +13,9 @@ from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.construction import check_idle_ranks, checked_programs
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
-from pipesched.pipeline.replan_search import FEWEST, PlanSearch, ranks_of_layers, state_places
+from pipesched.pipeline.replan_search import PlanSearch, ranks_of_layers, state_places
 from pipesched.pipeline.running_plan import RunningPlan
-from pipesched.pipeline.step_history import StepHistory
+from pipesched.pipeline.step_history import FEWEST, StepHistory
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -84,7 +84,7 @@ class Replanner:
         return self._switched(plan, states, rows)
 
     def improve(
-        self, steps_left: int | None, states: UserStates, *, measure: bool = False, unasked: bool = False
+        self, steps_left: int | None, states: UserStates, *, measure: bool = False, every: int | None = None
     ) -> Replanned:
         """Search for a better plan, based on the times of the last steps. Switch to it if it saves enough time.
 
@@ -92,7 +92,8 @@ class Replanner:
             steps_left: the number of steps still to run; None if unknown.
             states: the user's objects that move with the layers.
             measure: whether to measure the layers again first. Default: False.
-            unasked: whether to search only if the times of the ranks have changed. Default: False.
+            every: the number of steps after which this method is called unasked. It then searches only if the times of
+                the ranks have changed. Default: None (the user asked).
 
         """
         running = self._running
@@ -105,7 +106,7 @@ class Replanner:
             return Replanned(plan=self._plan(), kept=why)
         what = "replan(), where rank 0 searches for all"
         found = running.host.collectives.agreed(
-            lambda: self._search.find(steps, idle, steps_left, measure=measure, unasked=unasked), what
+            lambda: self._search.find(steps, idle, steps_left, measure=measure, every=every), what
         )
         self._cost_model.layers, self._cost_model.slow, self._cost_model.overheads = found.layers, found.slow, None
         outcome = Replanned(

@@ -35,11 +35,14 @@ from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
 from pipesched.tensors.payload import pytree
 
-__all__ = ["FEWEST", "FoundPlan", "PlanSearch", "ranks_of_layers", "state_places"]
+__all__ = ["FoundPlan", "PlanSearch", "ranks_of_layers", "state_places"]
 
-FEWEST = 3  #: the number of measured steps that a search requires
 _EFFORT = 200_000  # the search for better boundaries ends after this number of simulated actions
-_EFFORT_OF_PLANS = 300_000  # the search for another schedule ends after this number of simulated actions
+#: The search for another schedule ends after this number of simulated actions, and unasked after fewer: a search may
+#: take a small share of the time between two searches.
+_MOST_EFFORT, _LEAST_EFFORT = 300_000, 30_000
+_ACTIONS_PER_S = 250_000
+_SHARE = 0.02
 _COPIED = 1 << 22  # the size in bytes of the test copy that measures the speed between two devices
 _SENT_BYTES_PER_S = 5e8  # the speed of transfers between processes, until one has been measured
 
@@ -128,7 +131,7 @@ class PlanSearch:
         steps_left: int | None,
         *,
         measure: bool = False,
-        unasked: bool = False,
+        every: int | None = None,
     ) -> FoundPlan:
         """Search for a better plan.
 
@@ -137,8 +140,8 @@ class PlanSearch:
             idle: the slowness of each process without stages.
             steps_left: the number of steps still to run; None if unknown.
             measure: whether to measure the layers again first. Default: False.
-            unasked: whether to keep the plan without a search if the ranks take the times that the last search
-                expected. Default: False.
+            every: the number of steps after which this method is called unasked. It then keeps the plan without a
+                search if the ranks take the times that the last search expected. Default: None (the user asked).
 
         """
         running, cost_model = self._running, self._cost_model
@@ -151,14 +154,16 @@ class PlanSearch:
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         rows = running.host.grid.rows
         changed = _differs(measured, expected, certain(noise)) or self._idle_differ(idle, certain(noise))
-        if unasked and self._has_searched and not changed:
+        if every is not None and self._has_searched and not changed:
             return self._unchanged(self._step_s(now.programs, now.cut, update_s, rows), noise)
         self._has_searched = True
         known = {**cost_model.slow, **idle}
         cost_model.slow = {place: own for place, own in known.items() if place not in idle or own > 1 + certain(noise)}
         self._learn(measured, certain(noise))
         before_s = self._step_s(now.programs, now.cut, update_s, rows)
-        best = self._best([self._same_schedule(update_s), *self._other_schedules(update_s)])
+        effort = _MOST_EFFORT if every is None else int(_SHARE * every * before_s * _ACTIONS_PER_S)
+        others = self._other_schedules(update_s, min(_MOST_EFFORT, max(_LEAST_EFFORT, effort)))
+        best = self._best([self._same_schedule(update_s), *others])
         after = ranks_of_layers(best.plan.program, best.plan.stages)
         moves = layers_moved(
             self._processes(ranks_of_layers(now.program, now.cut), rows), self._processes(after, best.rows)
@@ -222,7 +227,7 @@ class PlanSearch:
         cut = self._refined(programs, cut, update_s)
         return _Candidate(_plan(programs, cut), rows, self._step_s(programs, cut, update_s, rows))
 
-    def _other_schedules(self, update_s: float) -> Iterator[_Candidate]:
+    def _other_schedules(self, update_s: float, effort: int) -> Iterator[_Candidate]:
         """Yield the best plan of a search among all schedules that the user allows, for each arrangement to try."""
         grid = self._running.host.grid
         num_microbatches = self._running.assembly.programs.num_microbatches
@@ -238,7 +243,7 @@ class PlanSearch:
                     self._cost_model.measured(),
                     self._cost_model.planned.rows,
                     speeds=speeds,
-                    effort=_EFFORT_OF_PLANS,
+                    effort=effort,
                     all_ranks=binds_all_ranks(self._spec, grid),
                 )
                 programs = checked_programs(PlanRequest().pinned(plan, list(self._spec.layers)), grid, self._spec)

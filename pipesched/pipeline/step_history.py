@@ -19,7 +19,9 @@ from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Span, Spans, Trace
 from pipesched.units import counted
 
-__all__ = ["StepHistory"]
+__all__ = ["FEWEST", "StepHistory"]
+
+FEWEST = 3  #: the number of measured steps that a search for a better plan requires
 
 _FIRST = "the first step, which includes memory allocation and warm-up"
 
@@ -68,11 +70,11 @@ class StepHistory:
     def gather_steps(self) -> tuple[list[Trace], dict[Hashable, float]]:
         """Return the traces of the last steps for all ranks, and the slowness of processes without stages. Collective.
 
-        The first step of the plan is left out. With several replicas, the actions of each rank are those of the replica
-        in which this rank took the longest.
+        The first step of the plan, which includes warm-up, is left out if there are enough others. With several
+        replicas, the actions of each rank are those of the replica in which this rank took the longest.
         """
         runs = list(self._running.runs)
-        runs = runs[1:] if len(runs) > 1 else runs
+        runs = runs[1:] if len(runs) > FEWEST else runs
         grid = self._running.host.grid
         if grid.in_one_process:
             return [self.trace_of([run]) for run in runs], {}

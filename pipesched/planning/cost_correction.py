@@ -4,7 +4,8 @@ The time of a stage does not show which layer or device is slow. All layers of a
 ratio: measured time divided by known time. The known time is the sum of the layer times before the correction. If
 another stage runs layers of the same kind faster, these layers get the smaller ratio of that stage. The rest of the
 slow stage's extra time is assigned to the layers whose kind occurs only in this stage. If there are no such layers, and
-other devices run layers of the same kinds faster, the device is regarded as slow.
+other devices run layers of the same kinds faster, the device is regarded as slow. If a slow device then runs faster or
+slower than before, the device has changed, not its layers.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -73,10 +74,13 @@ class Known:
     def _least_ratios(self, stages: Sequence[MeasuredStage]) -> dict[str, float]:
         """Return, for each layer, the smallest ratio of measured to known time.
 
-        The minimum is over all stages that contain a layer of the same kind.
+        The minimum is over all stages that contain a layer of the same kind, and that run on devices that are not known
+        to be slow: if a slow device runs faster or slower than before, the device has changed, not its layers.
         """
         least: dict[Hashable, float] = {}
         for stage in stages:
+            if stage.device in self.slow:
+                continue
             ratio = self._ratio(stage)
             for kind in {self.kinds[name] for name in stage.layers}:
                 least[kind] = min(ratio, least.get(kind, ratio))
@@ -87,8 +91,8 @@ class Known:
     ) -> dict[Hashable, float]:
         """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
-        A stage is ignored if it has a layer of a kind that runs on no other device. Returns the factor by which
-        each slow device is slower than other devices, keyed by device.
+        On a device that is not known to be slow, a stage is ignored if it has a layer of a kind that runs on no other
+        device. Returns the factor by which each slow device is slower than other devices, keyed by device.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
@@ -96,10 +100,12 @@ class Known:
             beyond = [
                 self._ratio(stage, factors)
                 for stage in stages
-                if stage.device == device and all(len(devices[self.kinds[name]]) > 1 for name in stage.layers)
+                if stage.device == device
+                and (device in self.slow or all(len(devices[self.kinds[name]]) > 1 for name in stage.layers))
             ]
-            if beyond and min(beyond) > 1 + tolerance:
-                slow[device] = self.slowness(device) * min(beyond)
+            if beyond and (min(beyond) > 1 + tolerance or (device in self.slow and min(beyond) < 1 - tolerance)):
+                factor = self.slowness(device) * min(beyond)
+                slow[device] = factor if factor > 1 + tolerance else 1.0
         return slow
 
     def _by_kind(
@@ -134,7 +140,7 @@ class Known:
         for time in TIMES:
             target = getattr(stage, time) / self.slowness(stage.device)
             parts = {name: getattr(self.layers[name], time) for name in stage.layers}
-            others = {name: part * factors[name] for name, part in parts.items() if name not in own}
+            others = {name: part * factors.get(name, 1.0) for name, part in parts.items() if name not in own}
             left = sum(part for name, part in parts.items() if name in own)
             if own and left and target > sum(others.values()):
                 rest = (target - sum(others.values())) / left

@@ -69,7 +69,7 @@ def test_slow_processes_get_fewer_layers_or_none(ranks: Ranks, slow: dict[int, f
         assert max(slow.values()) < 10 or not any(then[rank] for rank in slow)
         assert known.keys() == slow.keys()
         assert min(known.values()) > 1.5
-        assert later == {} or len(slow) > 1  # a process that holds only layers of its own kind may still seem slow
+        assert later == {}
     assert all(one[1] == found[0][1] for one in found)
 
 
@@ -77,13 +77,15 @@ def test_a_pipeline_looks_for_a_faster_plan_unasked(ranks: Ranks) -> None:
     """It says why it keeps a plan, and does not search if the processes take the expected times."""
     found = ranks.run(4, jobs.unasked, timeout_s=60)
     for losses, plans, said in found:
-        assert_equal_bits(dict(enumerate(losses)), dict(enumerate(runs.never_stopped()[0][:8])))
+        assert_equal_bits(dict(enumerate(losses)), dict(enumerate(runs.never_stopped()[0][:11])))
         assert plans == found[0][1]
         assert plans[0] == plans[1] != plans[2]
         replans = [text for text in said if text.startswith("replanned before step")]
-        assert [text.partition(": ")[0] for text in replans] == [f"replanned before step {at}" for at in (2, 4, 6)]
+        assert [text.partition(": ")[0] for text in replans] == [
+            f"replanned before step {at}" for at in (2, 4, 6, 8, 10)
+        ]
         assert ": moved: " in replans[0]
-        assert ": kept: the times of the ranks have not changed since the last search; " in replans[2]
+        assert "kept: the times of the ranks have not changed since the last search; " in replans[-1]
 
 
 def test_idle_processes_measure_their_speed(ranks: Ranks) -> None:

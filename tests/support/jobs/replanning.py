@@ -169,7 +169,7 @@ def unasked(group: Group) -> list[Any]:
     """Train with a pipeline that looks for a faster plan after every 2 steps; return losses, plans and messages."""
     losses, plans, schedulers = [], [], Schedulers()
     with listening() as said, pipeline(group, Half(3, optimizer="pipeline"), False, replan_every=2) as pipe:
-        for step in range(8):
+        for step in range(11):
             as_if(pipe, {1: 4.0} if step in (2, 3) else {})
             x, y = runs.batch(step)
             losses.append(pipe.step(x, target=y).clone())
