@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.elastic.transfer_plan import Held, Message, messages_for, rounds_of
+from pipesched.elastic.transfer_plan import HeldRows, Message, messages_for, rounds_of
 from pipesched.runtime.collectives import RankCollectives
 from pipesched.saving.capturing import captured
 from pipesched.saving.chunks import Rows
@@ -40,7 +40,7 @@ class HeldState:
     #: The state, with the entries and values of all processes.
     saved: SavedRun
     #: The rows of each tensor, and the processes that hold them, in the order in which a run loads them.
-    held: Mapping[str, Sequence[Held]]
+    held: Mapping[str, Sequence[HeldRows]]
     #: The tensors of this process. They share memory with the run's tensors.
     own: CheckpointPart
 
@@ -71,7 +71,7 @@ def held_state(run: LiveRun, optimizer: Any, scheduler: Any, extra: Mapping[str,
     every = run.host.collectives.gathered_in_all((run.replica, *described))
     parts: list[dict[str, TensorEntry]] = []
     values: list[Any] = []
-    held: dict[str, list[Held]] = {}
+    held: dict[str, list[HeldRows]] = {}
     first: set[tuple[str, Rows | None]] = set()
     for process, (replica, of_all, of_replica) in enumerate(every):
         values += [of_replica["values"]] if replica else [of_all["values"], of_replica["values"]]
@@ -100,13 +100,13 @@ def _rows(entry: TensorEntry) -> Rows | None:
     return entry.chunks[0].rows if entry.chunks else None
 
 
-def _add_holder(held: dict[str, list[Held]], entries: Mapping[str, TensorEntry], process: int) -> None:
+def _add_holder(held: dict[str, list[HeldRows]], entries: Mapping[str, TensorEntry], process: int) -> None:
     for key, entry in entries.items():
         rows, pieces = _rows(entry), held.setdefault(key, [])
         at = next((at for at, piece in enumerate(pieces) if piece.rows == rows), None)
         if at is None:
             sizes = entry.chunks[0].sizes if entry.chunks else entry.shape
-            pieces.append(Held(rows=rows, nbytes=prod(sizes) * dtype_of(entry.dtype).itemsize, holders=(process,)))
+            pieces.append(HeldRows(rows=rows, nbytes=prod(sizes) * dtype_of(entry.dtype).itemsize, holders=(process,)))
         else:
             pieces[at] = replace(pieces[at], holders=(*pieces[at].holders, process))
 
@@ -147,7 +147,7 @@ class MovedTensors:
         found = [piece for piece in pieces if piece is not None]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _piece(self, key: str, held: Held, rows: Rows | None) -> Tensor | None:
+    def _piece(self, key: str, held: HeldRows, rows: Rows | None) -> Tensor | None:
         if rows is not None and rows.start == rows.end:
             return None
         if self._process in held.holders:
