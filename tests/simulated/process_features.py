@@ -312,9 +312,19 @@ def replanned_with_the_optimizer_of_the_caller(group: Any, kind: str) -> list[An
 
 @feature(2)
 def replanned_with_optimizers_of_the_pipeline(group: Any, kind: str) -> list[Any]:
-    run = Run(group, kind, optimizer=adam)
+    """Layers that leave go back to the meta device."""
+    with torch.device("meta"):
+        model = blocks()
+    run = Run(group, kind, model=model, optimizer=adam)
     with own_stream(kind), run.pipe:
         return replanned(run)
+
+
+@feature(2)
+def replanned_with_steps_counted_on_the_device(group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind)
+    with own_stream(kind), run.pipe:
+        return replanned(run, torch.optim.AdamW(run.pipe.parameters(), 0.01, fused=True))
 
 
 # ---- two replicas of two ranks ----

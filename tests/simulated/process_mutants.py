@@ -104,6 +104,12 @@ MUTANTS = [
         "                given.setdefault(message.target, []).append(sent)\n",
         ("replanned with the optimizer of the caller",),
     ),
+    _mutant(
+        "pipesched/tensors/meta_tensors.py",
+        "                used_here(tensor.detach())  # another stream may have allocated it\n",
+        "",
+        ("weights_are_put_away",),
+    ),
     _mutant(_HOST, "            parcel.ready.synchronize()\n", "", ("one f one b",)),
     _mutant(
         "pipesched/runtime/step_call.py",
