@@ -145,7 +145,10 @@ class MovedTensors:
         """Return a tensor or some of its rows. A part that another process sends can be read only once."""
         pieces = [self._piece(key, held, held.part(rows)) for held in self._state.held[key]]
         found = [piece for piece in pieces if piece is not None]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        if len(found) == 1:
+            return found[0]
+        device = next((piece.device for piece in found if not piece.is_cpu), found[0].device)  # what arrives is on CPUs
+        return torch.cat([piece.to(device) for piece in found])
 
     def _piece(self, key: str, held: HeldRows, rows: Rows | None) -> Tensor | None:
         if rows is not None and rows.start == rows.end:

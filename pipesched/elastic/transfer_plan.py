@@ -3,8 +3,9 @@
 What the processes hold is data: the rows of each tensor, and their holders. What they need is data, too. A row is sent
 only to processes that need it and do not hold it, and only once to each of them, so no transfer can move fewer bytes.
 All processes compute the same messages, in rounds of bounded size. In a round a process first sends, without waiting,
-and then receives. A process waits in a round only for processes that have not reached the round, so the process that
-has reached the fewest rounds never waits, and a transfer cannot deadlock.
+then receives, and then waits until its own messages have been received. The receives of a round wait only for sends,
+which come before all waits of the round, and the last wait is only for receives. So each round ends in all processes,
+and a transfer cannot deadlock.
 """
 
 from collections import Counter

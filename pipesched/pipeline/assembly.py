@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -83,6 +83,8 @@ class AssemblySpec:
     #: The data split across replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights.
     zero: int = 0
     reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
+    #: The devices of all parameters and buffers before the pipeline moves them, keyed by name.
+    places: Mapping[str, torch.device] = field(default_factory=dict)
 
     @property
     def updates_by_rules(self) -> bool:
@@ -176,7 +178,7 @@ class Assembly:
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
         if host.sums is not None and self._is_first:
-            held = self._held_tensors()
+            held = self.held_tensors()
             shards = [tensor for tensor in held if tensor in self._sharded]
             host.sums.copy_from_first(
                 [local(tensor) for tensor in held if tensor not in self._sharded], [local(shard) for shard in shards]
@@ -487,7 +489,7 @@ class Assembly:
                 f"process have such stages; pass mesh= instead of devices="
             )
 
-    def _held_tensors(self) -> list[Tensor]:
+    def held_tensors(self) -> list[Tensor]:
         """Return the parameters and buffers of this process's stages, excluding copies of other ranks' weights."""
         own = [stage for index, stage in self.stages.items() if index == self.program.weights[index]]
         modules = [module for stage in own for module in stage.modules.values()]
@@ -495,7 +497,7 @@ class Assembly:
 
     def held_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this process's stages, excluding copies of other ranks' weights."""
-        return [tensor for tensor in self._held_tensors() if isinstance(tensor, nn.Parameter)]
+        return [tensor for tensor in self.held_tensors() if isinstance(tensor, nn.Parameter)]
 
     def put_back(self) -> None:
         """Move the layers back to the devices of this assembly's ranks, after another assembly has failed."""

@@ -1,6 +1,7 @@
 """Gathering: collects the state of all ranks of a mesh, as one state dict or in the model itself."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from pipesched.pipeline.assembly import Assembly
 from pipesched.runtime.collectives import RankCollectives
 from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.exchange import copy_into
-from pipesched.tensors.meta_tensors import give_contents
+from pipesched.tensors.meta_tensors import give_contents, weights_replaced
 
 __all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 
@@ -105,7 +106,10 @@ def gather_model(
         misfit = _misfit(grid.rank, tensors, shares, grid.pipeline) if gathers else None
         _check_fits(collectives.gathered_in_all(misfit))
         in_replica = [position for position, member in enumerate(grid.pipeline) if member in targets]
-        _collect(collectives, grid.position, in_replica, tensors, shares)
+        with ExitStack() as stack:
+            for root in roots.values():
+                stack.enter_context(weights_replaced(root, [one for one in tensors.values() if one.is_meta]))
+            _collect(collectives, grid.position, in_replica, tensors, shares)
         if gathers:
             for states in extras:
                 for name, value in states.items():

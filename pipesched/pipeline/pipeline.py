@@ -36,7 +36,7 @@ from pipesched.pipeline.construction import (
     warn_of_lone_processes,
 )
 from pipesched.pipeline.cost_model import CostModel, replica_costs
-from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
+from pipesched.pipeline.gathering import gather_model, merged_state, named_tensors, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
@@ -232,6 +232,7 @@ class Pipeline(SavingInterface):
                 ),
                 zero=distributed.zero,
                 reduction_order=numerics.reduction_order,
+                places={name: tensor.device for name, tensor in named_tensors(self._roots)},
             )
             replicas = replica_costs(host.grid, distributed.zero, search.links)
             self._cost_model = CostModel(
@@ -758,14 +759,13 @@ class Pipeline(SavingInterface):
         With the same number of micro-batches, the results are bit-identical to those of a run that uses the new plan
         from the first step. Weights, buffers, gradients and optimizer states move with their layers. Parameters, and
         the optimizers of stages that still exist, stay the same objects. A new stage may get a new optimizer, which
-        needs a scheduler of its own. In one process, an optimizer that you created yourself keeps its state on the old
-        device: if the new device is of another type, move the state yourself.
+        needs a scheduler of its own. Pass the optimizers that you created yourself: their states move, too.
 
         Under a mesh every rank must call this method, with the same plan. A plan may use fewer ranks than the mesh has;
-        the other ranks are idle, and may get layers later. Pass the optimizers that you created yourself: they gain
-        and lose parameters. With another number of replicas, results are bit-identical with
-        ``Numerics(reduction_order="tree")`` and the same total number of micro-batches; otherwise they differ in
-        rounding, and a warning says so.
+        the other ranks are idle, and may get layers later. Optimizers that you pass gain and lose parameters. Layers
+        that leave a process free their memory: they go to the device on which you built them. With another number of
+        replicas, results are bit-identical with ``Numerics(reduction_order="tree")`` and the same total number of
+        micro-batches; otherwise they differ in rounding, and a warning says so.
 
         Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
         rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits that you passed
@@ -780,8 +780,8 @@ class Pipeline(SavingInterface):
                 Default: None (the time that the move takes is ignored).
             measure: whether to first measure the layers again, to find the layers within a stage whose times have
                 changed. Default: False.
-            optimizer: under a mesh, the optimizer of ``pipe.parameters()``, or a list or dict of optimizers, as for
-                ``save``. Default: None.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers, as for ``save``. In one
+                process it is needed only if layers change their device. Default: None.
             scheduler: under a mesh, as for ``save``. Default: None.
             extra: under a mesh, a dict of objects with ``state_dict()`` and ``load_state_dict()``, such as averaged
                 weights, whose tensors move with the layers. Default: None.

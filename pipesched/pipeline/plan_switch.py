@@ -4,11 +4,11 @@ In one process, every rank reaches every tensor, so layers only move to the devi
 the state is sent to the processes that need it (`pipesched.elastic.state_transfer`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.elastic.state_transfer import GRADIENT, HeldState, MovedTensors, held_state
@@ -17,16 +17,17 @@ from pipesched.errors import InputError
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.checks.replica_checks import check_replicas
-from pipesched.pipeline.gathering import place_weights
+from pipesched.pipeline.gathering import named_tensors, place_weights
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.rank_grid import Rows
 from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.stage.optimizers import regroup
+from pipesched.runtime.stage.optimizers import follow, regroup
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers
 from pipesched.saving.restoring import Restoring
 from pipesched.saving.rollback import Rollback
+from pipesched.tensors.meta_tensors import put_away
 from pipesched.user_warning import warn
 
 __all__ = ["PlanSwitch", "UserStates"]
@@ -90,15 +91,19 @@ class PlanSwitch:
         if len(rows) > 1:
             check_replicas(self._spec.model, programs, self._spec.batch_norm)
         if host.grid.in_one_process:
+            given = [] if states.optimizer is None else self._given(states, self._live_run())
             self._build(host.use(programs.num_ranks), programs, stage_cut, {})
             host.close()
+            for optimizer in given:
+                follow(optimizer)
             return 0
         return self._over_processes(programs, stage_cut, states, rows)
 
     def _over_processes(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, rows: Rows) -> int:
         before = self._live_run()
+        held = self._running.assembly.held_tensors()
         state = held_state(before, states.optimizer, states.scheduler, states.extra)
-        given = [] if self._spec.optimizer is not None else as_optimizers(states.optimizer, before)
+        given = self._given(states, before)
         arriving = state.arriving(before, self._parameters(before))
         try:
             self._end_division()
@@ -112,10 +117,27 @@ class PlanSwitch:
             after = self._live_run()
             for index, optimizer in enumerate(given):
                 self._regroup(optimizer, arriving.get(index, {}), after)
-            return self._load(state, after, states)
+            sent = self._load(state, after, states)
+            del state, before  # they refer to tensors that leave
+            self._put_away(held)
         except BaseException as error:
             host.executor.abandon("replan", error)
             raise
+        return sent
+
+    def _given(self, states: UserStates, run: LiveRun) -> list[Optimizer]:
+        """Return the user's own optimizers."""
+        return [] if self._spec.optimizer is not None else as_optimizers(states.optimizer, run)
+
+    def _put_away(self, held: Sequence[Tensor]) -> None:
+        """Free the memory of tensors that this process has held and holds no longer. They go where they once were."""
+        left = {*held}.difference(self._running.assembly.held_tensors())
+        every = named_tensors(self._roots)
+        places = {tensor: self._spec.places.get(name, tensor.device) for name, tensor in every if tensor in left}
+        self._guard.release()
+        for root in self._roots.values():
+            put_away(root, places)
+        self._guard.check(changes=True)
 
     def _parameters(self, run: LiveRun) -> dict[str, nn.Parameter]:
         every = {id(parameter): parameter for root in self._roots.values() for parameter in root.parameters()}

@@ -125,7 +125,10 @@ class RankCollectives(Protocol):
         """
 
     def trade_in_all(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Like ``trade``, with processes of all replicas. ``given`` and the result map processes to values."""
+        """Like ``trade``, with processes of all replicas, for large values. Keeps no memory for later messages.
+
+        ``given`` and the result map processes to values. Waits until the values in ``given`` have been sent.
+        """
 
     def gather_spans(self, timelines: Iterable[Timeline]) -> list[Span]:
         """Return the spans that all ranks have measured in these timelines, in seconds on one clock."""

@@ -253,7 +253,7 @@ class ProcessCollectives:
         if not given and not sources:
             return {}
         with self._connected.alone(f"an exchange of {what}"):
-            return self._connected.in_all().trade(what, given, sources)
+            return self._connected.in_all().trade_once(what, given, sources)
 
     @contextmanager
     def connected(self, method: str) -> Iterator["ProcessCollectives"]:

@@ -4,13 +4,15 @@ Results computed only from the model's inputs have values, so code that reads ma
 computed with meta weights have no values.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipesched.devices.streams import used_here
 from pipesched.devices.transfers import MOVES
 from pipesched.errors import GraphError
 from pipesched.tensors.payload import pytree
@@ -27,8 +29,10 @@ __all__ = [
     "is_expanded",
     "lacks_contents",
     "look_of",
+    "put_away",
     "put_on",
     "stand_in",
+    "weights_replaced",
     "with_look_of",
     "without_values",
 ]
@@ -82,6 +86,39 @@ def put_on(module: nn.Module, device: torch.device) -> None:
             set_data(tensor, tensor.detach().to(device))
     if elsewhere:  # `to` also updates attributes of modules such as RNNs
         module.to(device)
+
+
+def put_away(module: nn.Module, places: Mapping[Tensor, torch.device]) -> None:
+    """Move some tensors of a module to their places, and drop their gradients. On the meta device they have no values.
+
+    ``places`` maps these tensors to devices. The memory that they had may be used again. A tensor to which other code
+    has weak references, such as compiled code, cannot go to the meta device, and goes to the CPU instead.
+    """
+    leaving = [tensor for tensor in _tensors_of(module) if tensor in places]
+    with weights_replaced(module, leaving):
+        for tensor in leaving:
+            tensor.grad = None
+            if tensor.device != places[tensor]:
+                used_here(tensor.detach())  # another stream may have allocated it
+                try:
+                    set_data(tensor, tensor.detach().to(places[tensor]))
+                except RuntimeError:
+                    set_data(tensor, tensor.detach().cpu())
+
+
+@contextmanager
+def weights_replaced(module: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let these tensors of a module get other data in this block. Recurrent modules have weak references to theirs."""
+    replaced = {*tensors}
+    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    recurrent = [part for part in recurrent if not replaced.isdisjoint(part.parameters())]
+    for part in recurrent:
+        forget_weights(part)
+    yield
+    for part in recurrent:
+        devices = {parameter.device for parameter in part.parameters()}
+        if len(devices) == 1:  # otherwise `to` would replace Parameters
+            part.to(devices.pop())  # creates the references again
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:

@@ -624,16 +624,32 @@ def saved_while_training(devices: Devices) -> Any:
 
 @feature
 def replanned(devices: Devices) -> Any:
+    return under_changes(devices, optimizer=adam)
+
+
+@feature
+def replanned_with_own_optimizer(devices: Devices) -> Any:
+    """On a stream of the caller; gradients move with their parameters."""
+    with devices.own_stream():
+        return under_changes(devices, own=adam)
+
+
+def under_changes(devices: Devices, *, own: Callable[[Any], Optimizer] | None = None, **options: Any) -> Any:
     model = blocks()
-    with pipeline(model, devices.ranks(3), optimizer=adam) as pipe:
-        plan = pipe.plan
-        with pipeline(blocks(), devices.ranks(2), optimizer=adam) as other:
-            smaller = other.plan
-        losses = [pipe.step(batch(0)[0], target=batch(0)[1])]
-        pipe.replan(smaller)
-        losses.append(pipe.step(batch(1)[0], target=batch(1)[1]))
-        pipe.replan(plan)
-        losses.append(pipe.step(batch(2)[0], target=batch(2)[1]))
+    with pipeline(model, devices.ranks(3), **options) as pipe:
+        optimizer = None if own is None else own(pipe.parameters())
+        plans = [pipe.plan]
+        for ranks, schedule in ((2, "1f1b"), (1, "gpipe")):
+            with pipeline(blocks(), devices.ranks(ranks), schedule, **options) as other:
+                plans.append(other.plan)
+        losses = []
+        for step, plan in enumerate((None, plans[1], plans[0], plans[2])):
+            if plan is not None:
+                pipe.replan(plan, optimizer=optimizer)
+            if optimizer is not None and step:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(pipe.step(batch(step)[0], target=batch(step)[1]))
         return [*map(float, losses), *state(model)]
 
 

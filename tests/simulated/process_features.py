@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline, schedules
 from pipesched.errors import PipeschedError
+from pipesched.planning.plan import Plan
 from tests.simulated.features import CLASSES, ROWS, WIDTH, adam, batch, blocks, same, sgd
 
 __all__ = ["FEATURES", "compared"]
@@ -60,6 +61,7 @@ class Run:
     """
 
     def __init__(self, group: Any, kind: str, schedule: str = "1f1b", **options: Any) -> None:
+        self.group = group
         self.num_replicas, self.replica = 1, 0
         if group.size() == 4 and "mesh" not in options:
             self.num_replicas = 2
@@ -267,6 +269,64 @@ def a_failed_step(group: Any, kind: str) -> list[Any]:
     return [said, *trained(group, kind, optimizer=sgd)]
 
 
+# ---- changes of the plan ----
+
+
+def plan_of(schedule: str, num_ranks: int, num_microbatches: int = 4) -> Plan:
+    """Return the plan of a pipeline on CPUs."""
+    stages = schedules.get(schedule).program(num_ranks, num_microbatches).num_weights
+    cut = [8 * stage // stages for stage in range(1, stages)]
+    options = {**_OPTIONS, "num_microbatches": num_microbatches, "boundaries": cut, "schedule": schedule}
+    with Pipeline(blocks(), batch()[0][:2], devices=["cpu"] * num_ranks, **options) as pipe:
+        return pipe.plan
+
+
+#: The number of replicas, and the plan of each, before each later step.
+_CHANGES_OF_TWO = [(1, ("1f1b", 1)), (1, ("zb-h1", 2)), (1, ("interleaved-1f1b", 2)), (1, ("gpipe", 1))]
+_CHANGES_OF_FOUR = [(2, ("1f1b", 1)), (2, ("zb-v", 2)), (1, ("1f1b", 3, 8)), (2, ("zb-h1", 2))]
+
+
+def replanned(run: Run, own: torch.optim.Optimizer | None = None) -> list[Any]:
+    """Train while the plan changes. With an optimizer of the caller, gradients move, too."""
+    found: list[Any] = []
+    states = {} if own is None else {"optimizer": own}
+    changes = _CHANGES_OF_TWO if run.num_replicas == 1 else _CHANGES_OF_FOUR
+    for step, change in enumerate([None, *changes]):
+        if change is not None:
+            run.num_replicas, plan = change
+            run.pipe.replan(plan_of(*plan), num_replicas=run.num_replicas, **states)
+            run.replica = torch.distributed.get_rank(run.group) * run.num_replicas // run.group.size()
+        if own is not None and step:
+            own.step()
+            own.zero_grad()
+        found.append(run.step(step))
+    return [*map(float, found), *run.state()]
+
+
+@feature(2)
+def replanned_with_the_optimizer_of_the_caller(group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind)
+    with own_stream(kind), run.pipe:
+        return replanned(run, adam(run.pipe.parameters()))
+
+
+@feature(2)
+def replanned_with_optimizers_of_the_pipeline(group: Any, kind: str) -> list[Any]:
+    """Layers that leave go back to the meta device."""
+    with torch.device("meta"):
+        model = blocks()
+    run = Run(group, kind, model=model, optimizer=adam)
+    with own_stream(kind), run.pipe:
+        return replanned(run)
+
+
+@feature(2)
+def replanned_with_steps_counted_on_the_device(group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind)
+    with own_stream(kind), run.pipe:
+        return replanned(run, torch.optim.AdamW(run.pipe.parameters(), 0.01, fused=True))
+
+
 # ---- two replicas of two ranks ----
 
 
@@ -277,6 +337,23 @@ def divided(zero: int, group: Any, kind: str) -> list[Any]:
 
 for _zero in range(4):
     FEATURES[f"replicas with zero {_zero}"] = 4, partial(divided, _zero)
+
+
+def divided_and_replanned(zero: int, group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind, optimizer=adam, distributed=Distributed(zero=zero))
+    with own_stream(kind), run.pipe:
+        return replanned(run)
+
+
+for _zero in (0, 2, 3):
+    FEATURES[f"replanned with zero {_zero}"] = 4, partial(divided_and_replanned, _zero)
+
+
+@feature(4)
+def replicas_replanned_with_the_optimizer_of_the_caller(group: Any, kind: str) -> list[Any]:
+    run = Run(group, kind)
+    with own_stream(kind), run.pipe:
+        return replanned(run, adam(run.pipe.parameters()))
 
 
 @feature(4)

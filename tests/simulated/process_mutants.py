@@ -18,6 +18,7 @@ _LANE = "pipesched/runtime/reductions/collective_lane.py"
 _SUMS = "pipesched/runtime/reductions/replica_sum.py"
 _WEIGHTS = "pipesched/runtime/stage/divided_weights.py"
 _UPDATE = "pipesched/runtime/stage/sharded_update.py"
+_TRANSFER = "pipesched/elastic/state_transfer.py"
 _BUCKETS = "pipesched/runtime/gradients/buckets.py"
 
 MUTANTS = [
@@ -96,6 +97,19 @@ MUTANTS = [
         ("weights of replicas read after a step",),
     ),
     _mutant(_BUCKETS, "            ticket.wait(self._sums.check)\n", "            pass\n", ("replicas with zero 0",)),
+    _mutant(
+        _TRANSFER,
+        "                given.setdefault(message.target, []).append(self._own(message.key, message.rows))\n",
+        "                sent = self._own(message.key, message.rows).to('cpu', non_blocking=True)\n"
+        "                given.setdefault(message.target, []).append(sent)\n",
+        ("replanned with the optimizer of the caller",),
+    ),
+    _mutant(
+        "pipesched/tensors/meta_tensors.py",
+        "                used_here(tensor.detach())  # another stream may have allocated it\n",
+        "",
+        ("weights_are_put_away",),
+    ),
     _mutant(_HOST, "            parcel.ready.synchronize()\n", "", ("one f one b",)),
     _mutant(
         "pipesched/runtime/step_call.py",

@@ -1,4 +1,4 @@
-"""Jobs of two replicas that use the collective lane as a stage does, in the order in which a missing mark shows.
+"""Jobs that use the collective lane or memory as a stage does, in the order in which a missing mark shows.
 
 The lane runs its jobs when it likes. So a job here holds the lane at a gate, or waits on the host until the lane has
 run, before it allocates memory again. Four ranks are two replicas of two stages.
@@ -18,8 +18,15 @@ from pipesched.runtime.gradients.divided_copies import DividedCopies
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
+from pipesched.tensors.meta_tensors import put_away
 
-__all__ = ["delivered_sum_is_dropped", "rows_are_dropped", "scatter_is_dropped", "sum_is_dropped"]
+__all__ = [
+    "delivered_sum_is_dropped",
+    "rows_are_dropped",
+    "scatter_is_dropped",
+    "sum_is_dropped",
+    "weights_are_put_away",
+]
 
 _COUNT = 64
 _LIMIT_S = 20.0
@@ -121,3 +128,16 @@ def delivered_sum_is_dropped(group: Any) -> None:
             copies.deliver({})
             del copies, ticket
         replicas.ends()
+
+
+def weights_are_put_away(group: Any) -> None:
+    """A layer leaves the device on a stream of the caller, and its memory is used again on another stream."""
+    device = torch.device("sim", torch.accelerator.current_device_index())
+    layer = nn.Linear(_COUNT, _COUNT).to(device)
+    caller = new_stream(device)
+    caller.wait_stream(current_stream(device))
+    with on_stream(caller):
+        layer.weight.detach().mul_(2)
+        put_away(layer, dict.fromkeys(layer.parameters(), torch.device("meta")))
+    for _ in range(4):
+        torch.ones(_COUNT, _COUNT, device=device)

@@ -20,7 +20,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
-__all__ = ["NO_SETTINGS", "Inheritance", "near", "optimizers_for", "regroup"]
+__all__ = ["NO_SETTINGS", "Inheritance", "follow", "near", "optimizers_for", "regroup"]
 
 _Group = dict[str, Any]
 NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
@@ -82,7 +82,8 @@ class Inheritance:
         def new(parameters: Sequence[nn.Parameter]) -> Optimizer | None:
             return _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in parameters))
 
-        old = _entries(before.values(), arriving)
+        self._before = list(before.values())
+        old = _entries(self._before, arriving)
         kept = _kept(before, stages)
         heirs = {index: _heir(parameters, kept.get(index), new, old) for index, parameters in stages.items()}
         self._heirs = {index: heir for index, heir in heirs.items() if heir is not None}
@@ -92,10 +93,18 @@ class Inheritance:
         self.stages_without_scheduler = [index for index in self._heirs if scheduled and index not in kept]
 
     def take(self) -> dict[int, Optimizer]:
-        """Move all parameters and states to the new stages' optimizers; return the optimizers, keyed by stage."""
+        """Move all parameters and states to the new stages' optimizers; return the optimizers, keyed by stage.
+
+        Old optimizers that no new stage has keep no states, because schedulers may still refer to them.
+        """
         for heir in self._heirs.values():
             heir.take()
-        return {index: heir.optimizer for index, heir in self._heirs.items()}
+        taken = {index: heir.optimizer for index, heir in self._heirs.items()}
+        for optimizer in self._before:
+            if optimizer not in taken.values():
+                optimizer.state.clear()
+        self._before.clear()
+        return taken
 
 
 def _kept(before: Mapping[int, Optimizer], stages: Iterable[int]) -> dict[int, Optimizer]:
@@ -246,6 +255,13 @@ def near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
         return tensor if on_host else tensor.to(parameter.device)
 
     return pytree.tree_map_only(Tensor, moved, state)
+
+
+def follow(optimizer: Optimizer) -> None:
+    """Move the states of an optimizer to the devices of its parameters."""
+    for group, parameter in _members(optimizer):
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = near(optimizer.state[parameter], parameter, group)
 
 
 def regroup(optimizer: Optimizer, parameters: Sequence[nn.Parameter], arriving: Mapping[nn.Parameter, _Group]) -> None:

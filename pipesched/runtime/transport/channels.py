@@ -194,6 +194,13 @@ class Outgoing:
         """Wait until all sends are complete."""
         self._retire(self._position)
 
+    def free(self) -> None:
+        """Wait until all sends are complete, and free the memory of their messages."""
+        self.drain()
+        for layout in self.predictor.foreseen:
+            if layout is not None:
+                layout.spare.clear()
+
 
 class _Posted(NamedTuple):
     """A receive that has been posted, and its memory."""
@@ -506,6 +513,12 @@ class Channels:
         channel.open(_ONE)
         channel.post()
         return channel.receive
+
+    def free(self, tag: int) -> None:
+        """Wait until all values with this tag have been sent, and free the memory of their messages."""
+        for (_, _, own), single in self._single.items():
+            if own == tag and isinstance(single, Outgoing):
+                single.free()
 
     def drain(self) -> None:
         """Wait until all sends are complete."""

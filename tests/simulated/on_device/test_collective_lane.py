@@ -52,5 +52,5 @@ def test_memory_is_not_used_again_before_the_lane_and_the_rank_have_used_it(rank
     """Also after a failed step, which waits for no sum."""
     for judgement in ranks.run(4, judged, getattr(replica_jobs, name)):
         assert judgement.result is None, judgement.result
-        assert judgement.num_transfers
+        assert judgement.num_transfers or name == "weights_are_put_away"
         assert not judgement.violations, judgement.violations[0]
