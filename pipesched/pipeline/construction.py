@@ -37,6 +37,7 @@ from pipesched.user_warning import warn
 __all__ = [
     "check_agreement",
     "check_functions",
+    "check_idle",
     "checked_programs",
     "choose_plan",
     "ending_on_error",
@@ -162,6 +163,18 @@ def checked_programs(request: PlanRequest, grid: RankGrid, spec: AssemblySpec) -
     return programs
 
 
+def check_idle(spec: AssemblySpec, grid: RankGrid) -> None:
+    """Raise DeviceCountError if a rank of a mesh holds no stages although every rank must detect an overflow."""
+    binds = spec.rules is not None and spec.rules.binds_all_ranks
+    if binds and not grid.in_one_process and grid.num_idle:
+        raise DeviceCountError(
+            f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
+            f"detect an overflow; the mesh has {len(grid.all_devices)} ranks, but the plan uses "
+            f"{len(grid.devices)}; use a mesh of {counted(len(grid.devices), 'rank')}, or pass "
+            f"schedule= to use all ranks"
+        )
+
+
 def start(
     *,
     model: Any,
@@ -188,14 +201,7 @@ def start(
     """
     programs = checked_programs(request, host.grid, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
-    binds = spec.rules is not None and spec.rules.binds_all_ranks
-    if binds and not host.grid.in_one_process and host.grid.num_idle:
-        raise DeviceCountError(
-            f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
-            f"detect an overflow; the mesh has {len(host.grid.all_devices)} ranks, but the plan uses "
-            f"{len(host.grid.devices)}; use a mesh of {counted(len(host.grid.devices), 'rank')}, or pass "
-            f"schedule= to use all ranks"
-        )
+    check_idle(spec, host.grid)
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):

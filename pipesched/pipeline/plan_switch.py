@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pipesched.elastic.state_transfer import GRADIENT, HeldState, MovedTensors, held_state
 from pipesched.elastic.transfer_plan import bytes_moved
+from pipesched.elastic.user_flags import share_flags
 from pipesched.errors import InputError
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
@@ -22,7 +23,7 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.rank_grid import Rows
 from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.stage.optimizers import regroup
+from pipesched.runtime.stage.optimizers import ParameterGroup, regroup
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers
 from pipesched.saving.restoring import Restoring
@@ -100,7 +101,9 @@ class PlanSwitch:
         state = held_state(before, states.optimizer, states.scheduler, states.extra)
         given = [] if self._spec.optimizer is not None else as_optimizers(states.optimizer, before)
         arriving = state.arriving(before, self._parameters(before))
+        stages = self._running.assembly.stages.values()
         try:
+            share_flags(before, self._roots, [module for stage in stages for module in stage.modules.values()])
             self._end_division()
             host = self._running.host.arranged(rows).use(programs.num_ranks)
             of_stages = {} if given else {p: group for groups in arriving.values() for p, group in groups.items()}
@@ -134,7 +137,7 @@ class PlanSwitch:
         host: RankHost,
         programs: ProgramFactory,
         stage_cut: StageCut,
-        arriving: Mapping[nn.Parameter, dict[str, Any]],
+        arriving: Mapping[nn.Parameter, ParameterGroup],
     ) -> None:
         """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
         running = self._running
@@ -156,7 +159,7 @@ class PlanSwitch:
                 f"schedulers for these optimizers too (pipe.optimizers[stage])"
             )
 
-    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, dict[str, Any]], run: LiveRun) -> None:
+    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, ParameterGroup], run: LiveRun) -> None:
         """Let one of the user's optimizers train those of its parameters that this process now trains."""
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         own = [parameter for parameter in run.parameters.values() if parameter in held or parameter in arriving]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from pipesched.pipeline.assembly import AssemblySpec
-from pipesched.pipeline.construction import checked_programs
+from pipesched.pipeline.construction import check_idle, checked_programs
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.replan_search import FEWEST, PlanSearch, ranks_of_layers, state_places
@@ -134,6 +134,7 @@ class Replanner:
         host = running.host
         grid = host.grid.arranged(rows)
         programs = checked_programs(request, grid, self._spec)
+        check_idle(self._spec, grid.use(programs.num_ranks))
         pins, ranks_at = Pins(names, request.boundaries), self._cost_model.places_of(grid)
         stage_cut = self._cost_model.cut_stages(host, pins, programs, plan, ranks_at)
         host.collectives.check_plan(programs.full.plain, (stage_cut.cut, repr(programs.checkpoint), rows))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipesched.errors import MemoryLimitError, PartitionError, ScheduleError
+from pipesched.errors import DeviceCountError, MemoryLimitError, PartitionError, ScheduleError
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
-from pipesched.pipeline.construction import checked_programs
+from pipesched.pipeline.construction import check_idle, checked_programs
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.running_plan import RunningPlan
@@ -239,7 +239,8 @@ class PlanSearch:
                     request, self._cost_model.measured(), self._cost_model.planned.rows, speeds, _EFFORT_OF_PLANS
                 )
                 programs = checked_programs(PlanRequest().pinned(plan, list(self._spec.layers)), grid, self._spec)
-            except (PartitionError, MemoryLimitError, ScheduleError):
+                check_idle(self._spec, grid.use(programs.num_ranks))
+            except (PartitionError, MemoryLimitError, ScheduleError, DeviceCountError):
                 continue  # such as a schedule that a search does not cover
             yield _Candidate(plan, rows, self._step_s(programs, plan.stages, update_s, rows))
 

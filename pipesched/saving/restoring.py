@@ -204,7 +204,8 @@ class Restoring:
     def left(self) -> list[str]:
         """Descriptions of the saved states for which no argument was passed to load."""
         left = []
-        if "groups" in self._saved.values and self._optimizers is None and self._saved.values.get("parameters"):
+        given = self._optimizers is not None or self._run.optimizers is not None
+        if not given and "groups" in self._saved.values and self._saved.values.get("parameters"):
             count = counted(len(self._saved.values["parameters"]), "parameter")
             left.append(f"the optimizer states of {count} (optimizer=)")
         if "schedulers" in self._saved.values and self._schedulers is None:

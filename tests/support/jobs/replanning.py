@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim import Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from pipesched import Costs, Distributed, Numerics, Pipeline, schedules, simulate
+from pipesched.errors import PipeschedError
 from pipesched.planning.plan import Plan
 from tests.support import resumed_runs as runs
 from tests.support.places import Group, mesh_of, place
@@ -153,3 +155,66 @@ def with_slow_processes(group: Group, slow: Mapping[int, float]) -> list[Any]:
                     held[ranks[rank]] += len(names)
                 placed.append((held, pipe._cost_model.slow))
     return [losses, placed]
+
+
+def two_groups(pipe: Pipeline) -> Adam:
+    """Return an optimizer of two groups with the same settings."""
+    matrices = [parameter for parameter in pipe.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in pipe.parameters() if parameter.dim() == 1]
+    return Adam([{"params": matrices}, {"params": others}], lr=0.02)
+
+
+def changed(pipe: Pipeline, what: str) -> None:
+    """Change flags of this process's own parameters or modules, as user code does in the middle of a run."""
+    if what == "unfrozen":
+        for parameter in pipe.parameters():
+            parameter.requires_grad_(True)
+    if what == "frozen norms":
+        for module in pipe.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+
+
+def with_user_changes(group: Group, what: str, replans: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train with changes by user code, under one plan or several; return the losses and this process's tensors."""
+    halves = [Half(4), Half(2, "zb-v"), Half(3)]
+    with pipeline(group, halves[0], in_tree=False) as pipe:
+        if what == "unfrozen":
+            pipe.model.blocks[3].requires_grad_(False)
+            pipe.model.blocks[6].requires_grad_(False)
+        optimizer = two_groups(pipe)
+        scheduler = LambdaLR(optimizer, [lambda _: 1.0, lambda step: 1.0 if step < 4 else 0.1])
+        losses = []
+        for step in range(8):
+            if step == 2:
+                changed(pipe, what)
+            if replans and step in (3, 5):
+                pipe.replan(plan_of(halves[step // 2]), optimizer=optimizer, scheduler=scheduler)
+            x, y = runs.batch(step)
+            losses.append(pipe.step(x, target=y).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return losses, tensors_of(pipe, [optimizer])
+
+
+def refused_with_idle_ranks(group: Group) -> list[str]:
+    """Return what replans to a plan with an idle rank say, in a pipeline whose ranks must all check for overflows."""
+    with Pipeline(
+        runs.Net(),
+        runs.batch(0)[0][:3],
+        loss_fn=functional.mse_loss,
+        plan=plan_of(Half(2)),
+        optimizer=runs.adam,
+        numerics=Numerics(on_nonfinite="skip"),
+        **place(group),
+    ) as pipe:
+        said = []
+        for choices in ({"plan": plan_of(Half(1))}, {"num_replicas": 2}, {"plan": pipe.plan, "num_replicas": 0}):
+            try:
+                pipe.replan(**choices)
+            except PipeschedError as error:
+                said.append(str(error))
+        x, y = runs.batch(0)
+        pipe.step(x, target=y)
+        return said
