@@ -801,6 +801,7 @@ class Pipeline(SavingInterface):
         self._running.host.collectives.enter("replan")
         self._replanner.begin()
         states = UserStates(optimizer=optimizer, scheduler=scheduler, extra=extra)
+        self._replanner.agree(plan, states, num_replicas=num_replicas, steps_left=steps_left, measure=measure)
         if plan is None:
             found = self._replanner.improve(steps_left, states, measure=measure)
         else:

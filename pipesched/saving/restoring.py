@@ -1,6 +1,6 @@
 """Restoring: loads a saved run into a running pipeline, after checking that the whole saved run fits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,8 @@ class Restoring:
         optimizer: the argument ``optimizer`` of load.
         scheduler: the argument ``scheduler`` of load.
         extra: the argument ``extra`` of load.
+        following: the names in ``extra`` of objects that get the tensors of this process's stages, whatever tensors
+            they have now. Default: none.
 
     Raises:
         CheckpointError: the saved run does not fit; the error names the setting, tensor, optimizer or object.
@@ -74,6 +76,7 @@ class Restoring:
         optimizer: GivenOptimizers | None,
         scheduler: Any,
         extra: Mapping[str, Any] | None,
+        following: Collection[str] = (),
     ) -> None:
         self._saved = saved
         self._run = run
@@ -87,7 +90,7 @@ class Restoring:
         self._check_present("schedulers", "scheduler", bool(schedulers))
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
         self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
-        self._extra = ExtraChanges(saved, as_extra(extra), run)
+        self._extra = ExtraChanges(saved, as_extra(extra), run, following)
         self._check_scaler()
         keys = {*self._tensors, *self._extra.keys}
         keys |= {key for _, value in self._modules for key in tensor_keys(value)}

@@ -17,7 +17,10 @@ def together(found):
 
 @pytest.mark.parametrize("what", ["groups", "unfrozen", "frozen norms"])
 def test_user_changes_move_with_the_layers(ranks: Ranks, what: str) -> None:
-    """groups: two groups have the same settings at the change, and different learning rates later."""
+    """groups: two groups have the same settings at the change, and different learning rates later.
+
+    In all cases, an average of each process's own weights moves, too.
+    """
     found, due = (ranks.run(4, jobs.with_user_changes, what, replans) for replans in (True, False))
     assert_equal_bits(together(found), together(due))
 
@@ -27,3 +30,14 @@ def test_wrong_plans_are_refused_by_all_ranks_and_the_pipeline_stays_usable(rank
         assert "every rank of the mesh must hold stages" in idle
         assert "num_replicas= needs a plan" in searched
         assert "cannot be divided into 0 replicas" in none
+
+
+def test_ranks_that_pass_other_arguments_are_named_and_the_pipeline_stays_usable(ranks: Ranks) -> None:
+    for other_model, searches, no_optimizer, wrong_plan, value, *warned in ranks.run(2, jobs.said_about_arguments):
+        for said in (other_model, searches, no_optimizer):
+            assert said.startswith("ExecutionError: all ranks must have the same")
+            assert "rank 1 differs from rank 0" in said
+        assert "optimizer= is 0 optimizers, but 1 optimizer on rank 0" in no_optimizer
+        assert wrong_plan.startswith("PartitionError: a plan must have each layer of its model")
+        assert value.startswith("ArgumentError: every object in replan(extra=...) must have state_dict")
+        assert any("after 5 steps, replan() got no optimizer=" in text for text in warned)
