@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from pipesched.checks import check_type
+from pipesched.checks import shown
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.construction import check_idle, checked_programs
 from pipesched.pipeline.cost_model import CostModel
@@ -79,8 +79,6 @@ class Replanner:
             choices: the other arguments.
 
         """
-        if plan is not None:
-            check_type(plan, Plan, "plan must be a Plan", "pass a plan, such as the result of pipesched.tune")
         facts = {f"{name}=": repr(value) for name, value in choices.items()}
         facts["plan="] = "None" if plan is None else _described(plan)
         facts["extra="] = ", ".join(states.without_loading) or "valid"
@@ -120,7 +118,7 @@ class Replanner:
 
         """
         running = self._running
-        steps, idle = self._history.gather_steps()
+        steps, idle = self._history.gather_steps(FEWEST)
         if len(steps) < FEWEST:
             why = (
                 f"the search for a better plan requires {FEWEST} measured steps of the current plan; measured so far: "
@@ -174,7 +172,9 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
 
-def _described(plan: Plan) -> str:
+def _described(plan: Any) -> str:
     """Return a short description of a plan, which differs between plans that run differently."""
+    if not isinstance(plan, Plan):
+        return shown(plan)  # refused once the ranks have compared their arguments
     own = digest(repr((str(plan.program), plan.stages, plan.checkpoint)).encode()).hex()[:8]
     return f"{plan.schedule} with {counted(len(plan.stages), 'stage')} (digest {own})"

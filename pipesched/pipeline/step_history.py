@@ -65,14 +65,14 @@ class StepHistory:
         """Return the traces of the last steps in this process, which may include the first step of the plan."""
         return [self.trace_of([run]) for run in self._running.runs]
 
-    def gather_steps(self) -> tuple[list[Trace], dict[Hashable, float]]:
+    def gather_steps(self, fewest: int) -> tuple[list[Trace], dict[Hashable, float]]:
         """Return the traces of the last steps for all ranks, and the slowness of processes without stages. Collective.
 
-        The first step of the plan is left out. With several replicas, the actions of each rank are those of the replica
-        in which this rank took the longest.
+        The first step is left out if there are more than ``fewest``, because it includes warm-up. With
+        several replicas, the actions of each rank are those of the replica in which this rank took the longest.
         """
         runs = list(self._running.runs)
-        runs = runs[1:] if len(runs) > 1 else runs
+        runs = runs[1:] if len(runs) > fewest else runs
         grid = self._running.host.grid
         if grid.in_one_process:
             return [self.trace_of([run]) for run in runs], {}

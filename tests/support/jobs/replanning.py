@@ -134,7 +134,7 @@ def as_if(pipe: Pipeline, slow: Mapping[int, float]) -> None:
     costs = Costs(forward_s=times, input_grad_s=times, weight_grad_s=times)
     step = simulate(program, costs)
     idle = {rank: slow.get(rank, 1.0) for rank in running.host.grid.rows[0][program.num_ranks :]}
-    pipe._history.gather_steps = lambda: ([step] * 4, idle)
+    pipe._history.gather_steps = lambda _: ([step] * 4, idle)
 
 
 def with_slow_processes(group: Group, slow: Mapping[int, float]) -> list[Any]:
