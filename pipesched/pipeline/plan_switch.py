@@ -228,6 +228,9 @@ class PlanSwitch:
         for key, parameter in gradients.items():
             parameter.grad = read(key).to(parameter.device)
         moved.finish()
+        for name, parameter in self._parameters(run).items():
+            if name not in run.parameters:
+                parameter.grad = None  # has moved with the weight
         return bytes_moved(moved.messages)
 
 

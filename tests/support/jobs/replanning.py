@@ -268,4 +268,5 @@ def said_about_arguments(group: Group) -> list[str]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             pipe.replan(due)
+        assert [group.rank() == 0] * 35 == [weight.grad is not None for weight in pipe.model.parameters()]
         return [*said, *(str(warning.message) for warning in warned)]
