@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipesched.elastic.transfer_plan import HeldRows, Message, messages_for, rounds_of
 from pipesched.runtime.collectives import RankCollectives
+from pipesched.runtime.stage.optimizers import ParameterGroup
 from pipesched.saving.capturing import captured
 from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
@@ -44,7 +45,9 @@ class HeldState:
     #: The tensors of this process. They share memory with the run's tensors.
     own: CheckpointPart
 
-    def arriving(self, run: LiveRun, parameters: Mapping[str, nn.Parameter]) -> dict[int, dict[nn.Parameter, Any]]:
+    def arriving(
+        self, run: LiveRun, parameters: Mapping[str, nn.Parameter]
+    ) -> dict[int, dict[nn.Parameter, ParameterGroup]]:
         """Return the parameter groups of parameters that other processes have trained, by the optimizer's index.
 
         Args:
@@ -53,11 +56,11 @@ class HeldState:
 
         """
         others = {name: parameter for name, parameter in parameters.items() if name not in run.parameters}
-        found: dict[int, dict[nn.Parameter, Any]] = {}
-        for index, name, settings in saved_groups(self.saved):
+        found: dict[int, dict[nn.Parameter, ParameterGroup]] = {}
+        for index, number, name, settings in saved_groups(self.saved):
             if name in others:
                 group = {**settings, "params": [others[name]], "param_names": [name]}
-                found.setdefault(index, {})[others[name]] = group
+                found.setdefault(index, {})[others[name]] = ParameterGroup(group, number)
         return found
 
 

@@ -53,7 +53,7 @@ from pipesched.pipeline.uneven_orders import UnevenOrders
 from pipesched.planning.pins import Boundaries, Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.replan_verdict import Replanned, check_steps_left
+from pipesched.planning.replan_verdict import Replanned, check_num_replicas, check_steps_left
 from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import limits_of
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
@@ -774,8 +774,8 @@ class Pipeline(SavingInterface):
 
         Args:
             plan: the plan to switch to. Default: None (search for a better cut).
-            num_replicas: under a mesh, the number of replicas that the ranks form from now on. Default: None (that of
-                the plan; if the plan does not say, the number stays as it is).
+            num_replicas: under a mesh, the number of replicas that the ranks form from now on; needs ``plan``. Default:
+                None (that of the plan; if the plan does not say, the number stays as it is).
             steps_left: the number of steps still to run, in which the new cut must save more time than the move takes.
                 Default: None (the time that the move takes is ignored).
             measure: whether to first measure the layers again, to find the layers within a stage whose times have
@@ -797,9 +797,11 @@ class Pipeline(SavingInterface):
 
         """
         check_steps_left(steps_left)
+        check_num_replicas(plan, num_replicas)
         self._running.host.collectives.enter("replan")
         self._replanner.begin()
         states = UserStates(optimizer=optimizer, scheduler=scheduler, extra=extra)
+        self._replanner.agree(plan, states, num_replicas=num_replicas, steps_left=steps_left, measure=measure)
         if plan is None:
             found = self._replanner.improve(steps_left, states, measure=measure)
         else:

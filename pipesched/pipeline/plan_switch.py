@@ -4,16 +4,18 @@ In one process, every rank reaches every tensor, so layers only move to the devi
 the state is sent to the processes that need it (`pipesched.elastic.state_transfer`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipesched.checks import shown
 from pipesched.elastic.state_transfer import GRADIENT, HeldState, MovedTensors, held_state
 from pipesched.elastic.transfer_plan import bytes_moved
-from pipesched.errors import InputError
+from pipesched.elastic.user_flags import share_flags
+from pipesched.errors import ArgumentError, InputError
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.checks.replica_checks import check_replicas
@@ -22,12 +24,14 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.rank_grid import Rows
 from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.stage.optimizers import follow, regroup
+from pipesched.runtime.stage.optimizers import ParameterGroup, follow, regroup
+from pipesched.saving.extra_states import as_extra, covering_own
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers
 from pipesched.saving.restoring import Restoring
 from pipesched.saving.rollback import Rollback
 from pipesched.tensors.meta_tensors import put_away
+from pipesched.units import counted
 from pipesched.user_warning import warn
 
 __all__ = ["PlanSwitch", "UserStates"]
@@ -40,6 +44,30 @@ class UserStates:
     optimizer: GivenOptimizers | None = None
     scheduler: Any = None
     extra: Mapping[str, Any] | None = None
+
+    @property
+    def num_optimizers(self) -> int:
+        """The number of the user's optimizers."""
+        if self.optimizer is None:
+            return 0
+        return len(self.optimizer) if isinstance(self.optimizer, Sequence | Mapping) else 1
+
+    @property
+    def without_loading(self) -> list[str]:
+        """The names of the values in ``extra`` that cannot load a state."""
+        return [name for name, value in as_extra(self.extra).items() if not _loads(value)]
+
+    def check(self) -> None:
+        """Raise ArgumentError if a value in ``extra`` cannot load a state."""
+        for name in self.without_loading:
+            raise ArgumentError(
+                f"every object in replan(extra=...) must have state_dict and load_state_dict, because its tensors move "
+                f"with the layers; {name!r} is {shown(as_extra(self.extra)[name])}; leave it out"
+            )
+
+
+def _loads(value: Any) -> bool:
+    return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 class PlanSwitch:
@@ -105,7 +133,11 @@ class PlanSwitch:
         state = held_state(before, states.optimizer, states.scheduler, states.extra)
         given = self._given(states, before)
         arriving = state.arriving(before, self._parameters(before))
+        stages = self._running.assembly.stages.values()
+        following = _following(before, states.extra)
+        self._warn_without_optimizer(states)
         try:
+            share_flags(before, self._roots, [module for stage in stages for module in stage.modules.values()])
             self._end_division()
             host = self._running.host.arranged(rows).use(programs.num_ranks)
             of_stages = {} if given else {p: group for groups in arriving.values() for p, group in groups.items()}
@@ -117,7 +149,7 @@ class PlanSwitch:
             after = self._live_run()
             for index, optimizer in enumerate(given):
                 self._regroup(optimizer, arriving.get(index, {}), after)
-            sent = self._load(state, after, states)
+            sent = self._load(state, after, states, following)
             del state, before  # they refer to tensors that leave
             self._put_away(held)
         except BaseException as error:
@@ -156,7 +188,7 @@ class PlanSwitch:
         host: RankHost,
         programs: ProgramFactory,
         stage_cut: StageCut,
-        arriving: Mapping[nn.Parameter, dict[str, Any]],
+        arriving: Mapping[nn.Parameter, ParameterGroup],
     ) -> None:
         """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
         running = self._running
@@ -178,13 +210,21 @@ class PlanSwitch:
                 f"schedulers for these optimizers too (pipe.optimizers[stage])"
             )
 
-    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, dict[str, Any]], run: LiveRun) -> None:
+    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, ParameterGroup], run: LiveRun) -> None:
         """Let one of the user's optimizers train those of its parameters that this process now trains."""
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         own = [parameter for parameter in run.parameters.values() if parameter in held or parameter in arriving]
         regroup(optimizer, own, arriving)
 
-    def _load(self, state: HeldState, run: LiveRun, states: UserStates) -> int:
+    def _warn_without_optimizer(self, states: UserStates) -> None:
+        if self._spec.optimizer is None and not states.num_optimizers and self._running.step:
+            warn(
+                f"an optimizer trains only the weights that it was made with, and replan() moves weights to other "
+                f"processes; after {counted(self._running.step, 'step')}, replan() got no optimizer=; pass the "
+                f"optimizer, or make a new one from pipe.parameters()"
+            )
+
+    def _load(self, state: HeldState, run: LiveRun, states: UserStates, following: Collection[str]) -> int:
         """Load the state into the run under the new plan. Returns the number of bytes sent between processes."""
         facts = replace(state.saved.facts, settings={**state.saved.facts.settings, **_counts(run)})
         moved: MovedTensors | None = None
@@ -194,7 +234,7 @@ class PlanSwitch:
             return moved.read(key, rows)
 
         saved = replace(state.saved, facts=facts, read=read)
-        restoring = Restoring(saved, run, states.optimizer, states.scheduler, states.extra)
+        restoring = Restoring(saved, run, states.optimizer, states.scheduler, states.extra, following)
         restoring.warn()
         gradients = {
             f"{GRADIENT}/{name}": parameter
@@ -210,7 +250,22 @@ class PlanSwitch:
         for key, parameter in gradients.items():
             parameter.grad = read(key).to(parameter.device)
         moved.finish()
+        for name, parameter in self._parameters(run).items():
+            if name not in run.parameters:
+                parameter.grad = None  # has moved with the weight
         return bytes_moved(moved.messages)
+
+
+def _following(run: LiveRun, extra: Mapping[str, Any] | None) -> set[str]:
+    """Return the names of objects that have, in each process, only tensors of the process's own stages. Collective.
+
+    An average of a process's own weights is such an object. Its tensors follow the layers. An object with the tensors
+    of the whole model keeps all of them.
+    """
+    if not extra:
+        return set()
+    every = run.host.collectives.gathered_in_all(covering_own(as_extra(extra), run))
+    return {name for name in extra if all(own[name] for own in every)}
 
 
 def _counts(run: LiveRun) -> dict[str, Any]:

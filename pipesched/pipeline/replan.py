@@ -6,9 +6,11 @@ The results are bit-identical to those of a run that uses the new plan from the 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from pipesched.checks import shown
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.construction import check_idle_ranks, checked_programs
 from pipesched.pipeline.cost_model import CostModel
@@ -21,6 +23,8 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.replan_verdict import Replanned, layers_moved
 from pipesched.runtime.rank_grid import Rows
+from pipesched.runtime.transport.layout_predictor import digest
+from pipesched.units import counted
 
 __all__ = ["Replanner"]
 
@@ -66,6 +70,25 @@ class Replanner:
         host.executor.check_outside("replan")
         self._running.flush()
 
+    def agree(self, plan: Plan | None, states: UserStates, **choices: Any) -> None:
+        """Raise an error in all processes unless all have passed the same arguments, and these are valid. Collective.
+
+        Args:
+            plan: the plan of each replica; None to search.
+            states: the user's objects that move with the layers.
+            choices: the other arguments.
+
+        """
+        facts = {f"{name}=": repr(value) for name, value in choices.items()}
+        facts["plan="] = "None" if plan is None else _described(plan)
+        facts["extra="] = ", ".join(states.without_loading) or "valid"
+        if self._spec.optimizer is None:
+            facts["optimizer="] = counted(states.num_optimizers, "optimizer")
+        self._running.host.collectives.agree_on(lambda: facts, "pass the same arguments to replan() on every rank")
+        states.check()
+        if plan is not None:
+            PlanRequest().pinned(plan, list(self._spec.layers))  # raises an error unless this is a plan of the model
+
     def apply(self, plan: Plan, states: UserStates, num_replicas: int | None) -> Replanned:
         """Switch to a plan, and return the outcome.
 
@@ -75,7 +98,6 @@ class Replanner:
             num_replicas: the number of replicas; None: that of the plan or, if the plan has none, as before.
 
         """
-        PlanRequest().pinned(plan, list(self._spec.layers))  # raises an error unless this is a plan of the model
         rows = self._running.host.grid.rows
         if num_replicas is None:
             num_replicas = plan.replication.num_replicas if plan.replication else len(rows)
@@ -149,3 +171,11 @@ class Replanner:
         size = sent + sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
         layers = layers_moved(ranks, ranks_of_layers(running.program, running.cut))
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
+
+
+def _described(plan: Any) -> str:
+    """Return a short description of a plan, which differs between plans that run differently."""
+    if not isinstance(plan, Plan):
+        return shown(plan)  # refused once the ranks have compared their arguments
+    own = digest(repr((str(plan.program), plan.stages, plan.checkpoint)).encode()).hex()[:8]
+    return f"{plan.schedule} with {counted(len(plan.stages), 'stage')} (digest {own})"

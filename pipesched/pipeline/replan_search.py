@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipesched.errors import MemoryLimitError, PartitionError, ScheduleError
+from pipesched.errors import DeviceCountError, MemoryLimitError, PartitionError, ScheduleError
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
@@ -247,7 +247,7 @@ class PlanSearch:
                     all_ranks=binds_all_ranks(self._spec, grid),
                 )
                 programs = checked_programs(PlanRequest().pinned(plan, list(self._spec.layers)), grid, self._spec)
-            except (PartitionError, MemoryLimitError, ScheduleError):
+            except (PartitionError, MemoryLimitError, ScheduleError, DeviceCountError):
                 continue  # such as a schedule that a search does not cover
             yield _Candidate(plan, rows, self._step_s(programs, plan.stages, update_s, rows))
 

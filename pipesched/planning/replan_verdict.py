@@ -14,7 +14,7 @@ from pipesched.program.actions import Kind, Lane
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 
-__all__ = ["Replanned", "certain", "check_steps_left", "layers_moved", "strayed", "verdict"]
+__all__ = ["Replanned", "certain", "check_num_replicas", "check_steps_left", "layers_moved", "strayed", "verdict"]
 
 _LEAST = 0.03  # savings below this fraction of a step are ignored
 _CERTAIN = 0.05  # differences between two stages below this fraction of a stage's time are ignored
@@ -73,6 +73,15 @@ def check_steps_left(steps_left: object) -> None:
         raise InputError(
             f"steps_left must be the number of remaining steps, a whole number; got {steps_left!r}; leave steps_left= "
             f"out if the number is unknown"
+        )
+
+
+def check_num_replicas(plan: Plan | None, num_replicas: object) -> None:
+    """Raise InputError if a number of replicas was passed without a plan, because the search keeps their number."""
+    if plan is None and num_replicas is not None:
+        raise InputError(
+            f"num_replicas= needs a plan, because the search for a better plan keeps the number of replicas; replan() "
+            f"got num_replicas={num_replicas!r} without a plan; pass the plan of one replica, too"
         )
 
 

@@ -96,12 +96,17 @@ class ConnectedRank:
             #: The seconds to add to this process's clock to get the time on rank 0's clock.
             self.time_offset_s = time_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
-        if len(self.grid.rows) > 1:
-            receive = WeakMethod(self._finish_broadcast_at_exit)
-            at_exit = partial(_call, receive)
+        self._receives_at_exit = False
+        self._receive_at_exit()
+        _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
+
+    def _receive_at_exit(self) -> None:
+        """Let this process receive the broadcast in transit before it exits, if there are several replicas."""
+        if len(self.grid.rows) > 1 and not self._receives_at_exit:
+            self._receives_at_exit = True
+            at_exit = partial(_call, WeakMethod(self._finish_broadcast_at_exit))
             atexit.register(at_exit)
             finalize(self, atexit.unregister, at_exit).atexit = False
-        _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
 
     def reconnected(self) -> "ConnectedRank":
         """Connect the same rank once more, for example after ``close``. Collective."""
@@ -112,6 +117,7 @@ class ConnectedRank:
         self.grid = grid
         self.bound.clear()
         self.alarm.rename(grid.names)
+        self._receive_at_exit()
 
     def end_in_child(self) -> None:
         """Disable the rank in a forked child process, without closing the connections of the parent process."""

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipesched.checks import check_type, shown
+from pipesched.checks import check_type, is_count, shown
 from pipesched.devices.selection import current_device
 from pipesched.errors import DeviceCountError, ExecutionError
 from pipesched.runtime.coordination.rendezvous import names_of, ranks_of
@@ -105,12 +105,12 @@ class RankGrid:
         Raises DeviceCountError if the processes cannot be divided evenly.
         """
         ranks = [rank for row in self.rows for rank in row]
-        size = len(ranks) // num_replicas
-        if size * num_replicas != len(ranks):
+        if not is_count(num_replicas) or len(ranks) % num_replicas:
             raise DeviceCountError(
                 f"replicas need equal numbers of ranks; {counted(len(ranks), 'rank')} cannot be divided into "
-                f"{num_replicas} replicas; choose a number that divides {len(ranks)}"
+                f"{shown(num_replicas)} replicas; choose a number that divides {len(ranks)}"
             )
+        size = len(ranks) // num_replicas
         return tuple(tuple(ranks[size * replica : size * (replica + 1)]) for replica in range(num_replicas))
 
     def arranged(self, rows: Rows) -> "RankGrid":

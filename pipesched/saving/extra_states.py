@@ -5,7 +5,7 @@ The rank that owns the parameter or buffer saves such a tensor, and the ranks th
 All other values must be identical on all ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipesched.saving.saved_values import blank_reader
 from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
 from pipesched.saving.tensor_files import plain
 
-__all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
+__all__ = ["ExtraChanges", "as_extra", "capture_extra", "covering_own", "encoded_extra"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,12 @@ def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
     return found
 
 
+def covering_own(extra: Mapping[str, Any], run: LiveRun) -> dict[str, bool]:
+    """Return, for each object, whether all its tensors with names of the model belong to this process's stages."""
+    own = {*run.parameters, *run.buffers}
+    return {name: {leaf.name for leaf in one.leaves} <= own for name, one in encoded_extra(extra, run).items()}
+
+
 def capture_extra(part: CheckpointPart, extras: Mapping[str, _Extra], run: LiveRun) -> None:
     """Add to a checkpoint part the extra values that this process saves. Collective."""
     encoded = {name: extra.encoded for name, extra in extras.items()}
@@ -127,6 +133,8 @@ class ExtraChanges:
         saved: the saved run.
         extra: the objects to load, keyed by name.
         run: the run into which the states are loaded.
+        following: the names of objects that get the tensors of this process's stages, whatever they have now.
+            Default: none.
 
     Raises:
         ArgumentError: an object has no load_state_dict method.
@@ -134,7 +142,9 @@ class ExtraChanges:
 
     """
 
-    def __init__(self, saved: SavedRun, extra: Mapping[str, Any], run: LiveRun) -> None:
+    def __init__(
+        self, saved: SavedRun, extra: Mapping[str, Any], run: LiveRun, following: Collection[str] = ()
+    ) -> None:
         self._objects = dict(extra)
         self._entries: Mapping[str, Any] = saved.values.get("extra", {})
         leaves: Mapping[str, Any] = saved.values.get("extra leaves", {})
@@ -150,7 +160,8 @@ class ExtraChanges:
                     f"{shown(value)}; leave it out, and read the saved value from the result: load(...).extra[{name!r}]"
                 )
         self._leaves = {
-            name: self._needed(saved, name, extra.get(name), leaves.get(name, ()), run) for name in self._entries
+            name: self._needed(saved, name, None if name in following else extra.get(name), leaves.get(name, ()), run)
+            for name in self._entries
         }
         self.keys = {key for entry in self._entries.values() for key in tensor_keys(entry["value"])}
         self.keys |= {key for own in self._leaves.values() for _, _, key in own}

@@ -334,12 +334,15 @@ class OptimizerChanges:
                     change.optimizer.state[member.key] = near(state, member.key, change.group)
 
 
-def saved_groups(saved: SavedRun) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield, for each parameter of a saved run, the index of its optimizer, its name and its group's settings."""
+def saved_groups(saved: SavedRun) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
+    """Yield the place of each parameter of a saved run: (optimizer, number of the group, name, settings of the group).
+
+    ``optimizer`` is the optimizer's index.
+    """
     groups = saved.values.get("groups", ())
     for name, entry in saved.values.get("parameters", {}).items():
         group = groups[entry["group"]]
-        yield group["place"][0], name, decoded(group["options"], _no_tensor)
+        yield *group["place"], name, decoded(group["options"], _no_tensor)
 
 
 def _no_tensor(key: str) -> Tensor:

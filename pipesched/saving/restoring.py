@@ -1,6 +1,6 @@
 """Restoring: loads a saved run into a running pipeline, after checking that the whole saved run fits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,8 @@ class Restoring:
         optimizer: the argument ``optimizer`` of load.
         scheduler: the argument ``scheduler`` of load.
         extra: the argument ``extra`` of load.
+        following: the names in ``extra`` of objects that get the tensors of this process's stages, whatever tensors
+            they have now. Default: none.
 
     Raises:
         CheckpointError: the saved run does not fit; the error names the setting, tensor, optimizer or object.
@@ -74,6 +76,7 @@ class Restoring:
         optimizer: GivenOptimizers | None,
         scheduler: Any,
         extra: Mapping[str, Any] | None,
+        following: Collection[str] = (),
     ) -> None:
         self._saved = saved
         self._run = run
@@ -87,7 +90,7 @@ class Restoring:
         self._check_present("schedulers", "scheduler", bool(schedulers))
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
         self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
-        self._extra = ExtraChanges(saved, as_extra(extra), run)
+        self._extra = ExtraChanges(saved, as_extra(extra), run, following)
         self._check_scaler()
         keys = {*self._tensors, *self._extra.keys}
         keys |= {key for _, value in self._modules for key in tensor_keys(value)}
@@ -204,7 +207,8 @@ class Restoring:
     def left(self) -> list[str]:
         """Descriptions of the saved states for which no argument was passed to load."""
         left = []
-        if "groups" in self._saved.values and self._optimizers is None and self._saved.values.get("parameters"):
+        given = self._optimizers is not None or self._run.optimizers is not None
+        if not given and "groups" in self._saved.values and self._saved.values.get("parameters"):
             count = counted(len(self._saved.values["parameters"]), "parameter")
             left.append(f"the optimizer states of {count} (optimizer=)")
         if "schedulers" in self._saved.values and self._schedulers is None:

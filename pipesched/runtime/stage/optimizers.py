@@ -20,10 +20,17 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
-__all__ = ["NO_SETTINGS", "Inheritance", "follow", "near", "optimizers_for", "regroup"]
+__all__ = ["NO_SETTINGS", "Inheritance", "ParameterGroup", "follow", "near", "optimizers_for", "regroup"]
 
 _Group = dict[str, Any]
 NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
+
+
+class ParameterGroup(NamedTuple):
+    """A parameter group of an optimizer, and its number among the groups of this optimizer."""
+
+    group: _Group
+    number: int
 
 
 class _OptimizerEntry(NamedTuple):
@@ -31,6 +38,7 @@ class _OptimizerEntry(NamedTuple):
 
     states: Mapping[Any, Any]
     group: _Group
+    number: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Inheritance:
         before: Mapping[int, Optimizer],
         stages: Mapping[int, list[nn.Parameter]],
         names: Mapping[nn.Parameter, str],
-        arriving: Mapping[nn.Parameter, _Group],
+        arriving: Mapping[nn.Parameter, ParameterGroup],
     ) -> None:
         def new(parameters: Sequence[nn.Parameter]) -> Optimizer | None:
             return _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in parameters))
@@ -134,7 +142,7 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
             f"optimizer(params) must return a torch.optim.Optimizer; got {type(made).__name__}; return the optimizer"
         )
     own = set(map(id, parameters))
-    others = [p for _, p in _members(made) if id(p) not in own]
+    others = [p for *_, p in _members(made) if id(p) not in own]
     if others:
         raise ModelTypeError(
             f"optimizer(params) must return an optimizer of params only; for a stage with "
@@ -144,15 +152,21 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     return made
 
 
-def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
-    return [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+def _members(optimizer: Optimizer) -> list[tuple[_Group, int, nn.Parameter]]:
+    """Return each parameter with its group and the number of this group."""
+    groups = enumerate(optimizer.param_groups)
+    return [(group, number, parameter) for number, group in groups for parameter in group["params"]]
 
 
 def _entries(
-    optimizers: Iterable[Optimizer], arriving: Mapping[nn.Parameter, _Group] | None = None
+    optimizers: Iterable[Optimizer], arriving: Mapping[nn.Parameter, ParameterGroup] | None = None
 ) -> dict[nn.Parameter, _OptimizerEntry]:
-    others = {parameter: _OptimizerEntry({}, group) for parameter, group in (arriving or {}).items()}
-    own = {p: _OptimizerEntry(optimizer.state, group) for optimizer in optimizers for group, p in _members(optimizer)}
+    others = {parameter: _OptimizerEntry({}, *place) for parameter, place in (arriving or {}).items()}
+    own = {
+        parameter: _OptimizerEntry(optimizer.state, group, number)
+        for optimizer in optimizers
+        for group, number, parameter in _members(optimizer)
+    }
     return others | own
 
 
@@ -179,12 +193,12 @@ def _heir(
         _inherit_settings(optimizer, old)
     first = _entries([made] if made else [])
     later = {parameter: old[parameter] for parameter in parameters if parameter in old}
-    group_of = {parameter: entry.group for parameter, entry in (first | later).items()}
+    group_of = {parameter: ParameterGroup(entry.group, entry.number) for parameter, entry in (first | later).items()}
     states: dict[nn.Parameter, Any] = {}
     for parameter, entry in (*first.items(), *later.items()):  # an old state replaces one that the constructor has set
         if parameter in entry.states:
             states[parameter] = entry.states[parameter]
-    placed: dict[Tensor, Any] = {p: near(state, p, group_of[p]) for p, state in states.items()}
+    placed: dict[Tensor, Any] = {p: near(state, p, group_of[p].group) for p, state in states.items()}
     return _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
 
 
@@ -203,9 +217,12 @@ def _settings(group: _Group) -> _Group:
 
 
 def _regrouped(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, ParameterGroup]
 ) -> list[tuple[_Group, _Group]]:
     """Assign each parameter to a group with the same settings.
+
+    Several groups can have the same settings for now, because a scheduler may treat them differently later. Of these
+    groups, a parameter joins the one with the number of its previous group.
 
     Returns (group, new values of its entries "params" and "param_names") for each group. The optimizer's own groups
     come first, even if they become empty, because a learning rate scheduler has one learning rate per group. Groups
@@ -213,17 +230,18 @@ def _regrouped(
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
-    stay = [parameter for _, parameter in _members(optimizer) if parameter in {*parameters}]
+    stay = [parameter for *_, parameter in _members(optimizer) if parameter in {*parameters}]
     for parameter in dict.fromkeys([*stay, *(parameter for parameter in parameters if parameter in group_of)]):
-        own = group_of[parameter]
-        at = next((at for at, group in enumerate(groups) if group is own or _same_settings(group, own)), len(groups))
+        own, number = group_of[parameter]
+        fitting = [at for at, group in enumerate(groups) if group is own or _same_settings(group, own)]
+        at = number if number in fitting else next(iter(fitting), len(groups))
         if at == len(groups):
             groups.append(_settings(own))
             taken.append([])
         taken[at].append(parameter)
     names = {
         parameter: name
-        for group in group_of.values()
+        for group, _ in group_of.values()
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
     return [
@@ -259,19 +277,21 @@ def near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
 
 def follow(optimizer: Optimizer) -> None:
     """Move the states of an optimizer to the devices of its parameters."""
-    for group, parameter in _members(optimizer):
+    for group, _, parameter in _members(optimizer):
         if parameter in optimizer.state:
             optimizer.state[parameter] = near(optimizer.state[parameter], parameter, group)
 
 
-def regroup(optimizer: Optimizer, parameters: Sequence[nn.Parameter], arriving: Mapping[nn.Parameter, _Group]) -> None:
+def regroup(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], arriving: Mapping[nn.Parameter, ParameterGroup]
+) -> None:
     """Let an optimizer of the user train exactly these parameters. It keeps the states of those that it had.
 
     Args:
         optimizer: the optimizer.
         parameters: the parameters; each is in the optimizer or in ``arriving``.
         arriving: for each parameter that another process has trained, its parameter group there. The parameter joins
-            the optimizer's group with the same settings.
+            the optimizer's group with the same settings and, if possible, the same number.
 
     """
     heir = _heir(parameters, optimizer, lambda _: None, _entries([optimizer], arriving))
@@ -287,7 +307,7 @@ def optimizers_for(
     before: Mapping[int, Optimizer],
     names: Mapping[nn.Parameter, str],
     rules: GradientRules | None = None,
-    arriving: Mapping[nn.Parameter, _Group] | None = None,
+    arriving: Mapping[nn.Parameter, ParameterGroup] | None = None,
 ) -> Inheritance:
     """Prepare the optimizers of the new stages: keep an old stage's optimizer, or create one with the user's function.
 

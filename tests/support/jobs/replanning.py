@@ -1,6 +1,7 @@
 """Jobs that train over processes while the plan changes, and return what a run that never changes must have."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,9 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim import Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from pipesched import Costs, Distributed, Numerics, Pipeline, schedules, simulate
+from pipesched.errors import PipeschedError
 from pipesched.planning.plan import Plan
 from tests.support import resumed_runs as runs
 from tests.support.places import Group, mesh_of, place
@@ -202,3 +205,117 @@ def idle_speed(group: Group) -> dict[Any, float]:
         for _ in range(3):
             pipe.step(x, target=y)
         return pipe._history.gather_steps()[1]
+
+
+def two_groups(pipe: Pipeline) -> Adam:
+    """Return an optimizer of two groups with the same settings."""
+    matrices = [parameter for parameter in pipe.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in pipe.parameters() if parameter.dim() == 1]
+    return Adam([{"params": matrices}, {"params": others}], lr=0.02)
+
+
+def changed(pipe: Pipeline, what: str) -> None:
+    """Change flags of this process's own parameters or modules, as user code does in the middle of a run."""
+    if what == "unfrozen":
+        for parameter in pipe.parameters():
+            parameter.requires_grad_(True)
+    if what == "frozen norms":
+        for module in pipe.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+
+
+class Average:
+    """An average of the weights of this process's stages."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self.weights = {name: weight.detach().clone() for name, weight in pipe.named_parameters()}
+
+    def update(self) -> None:
+        for name, weight in self._pipe.named_parameters():
+            self.weights[name].lerp_(weight.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.weights)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.weights = {name: weight.clone() for name, weight in state.items()}
+
+
+def with_user_changes(group: Group, what: str, replans: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train with changes by user code, under one plan or several; return the losses and this process's tensors."""
+    halves = [Half(4), Half(2, "zb-v"), Half(3)]
+    with pipeline(group, halves[0], in_tree=False) as pipe:
+        if what == "unfrozen":
+            pipe.model.blocks[3].requires_grad_(False)
+            pipe.model.blocks[6].requires_grad_(False)
+        optimizer = two_groups(pipe)
+        average = Average(pipe)
+        scheduler = LambdaLR(optimizer, [lambda _: 1.0, lambda step: 1.0 if step < 4 else 0.1])
+        losses = []
+        for step in range(8):
+            if step == 2:
+                changed(pipe, what)
+            if replans and step in (3, 5):
+                states = {"optimizer": optimizer, "scheduler": scheduler, "extra": {"average": average}}
+                pipe.replan(plan_of(halves[step // 2]), **states)
+            x, y = runs.batch(step)
+            losses.append(pipe.step(x, target=y).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            average.update()
+        averages = {f"{name}: average": weight for name, weight in average.weights.items()}
+        return losses, {**tensors_of(pipe, [optimizer]), **averages}
+
+
+def refused_with_idle_ranks(group: Group) -> list[str]:
+    """Return what replans to a plan with an idle rank say, in a pipeline whose ranks must all check for overflows."""
+    with Pipeline(
+        runs.Net(),
+        runs.batch(0)[0][:3],
+        loss_fn=functional.mse_loss,
+        plan=plan_of(Half(2)),
+        optimizer=runs.adam,
+        numerics=Numerics(on_nonfinite="skip"),
+        **place(group),
+    ) as pipe:
+        said = []
+        for choices in ({"plan": plan_of(Half(1))}, {"num_replicas": 2}, {"plan": pipe.plan, "num_replicas": 0}):
+            try:
+                pipe.replan(**choices)
+            except PipeschedError as error:
+                said.append(str(error))
+        x, y = runs.batch(0)
+        pipe.step(x, target=y)
+        return said
+
+
+def said_about_arguments(group: Group) -> list[str]:
+    """Return what replans say if rank 1 passes other arguments than rank 0, or all ranks pass wrong ones."""
+    other = nn.Sequential(nn.Linear(runs.WIDTH, runs.WIDTH), nn.Linear(runs.WIDTH, runs.WIDTH))
+    one = Pipeline(other, runs.batch(0)[0], loss_fn=functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b")
+    with pipeline(group, Half(2), in_tree=False) as pipe, one:
+        optimizer = runs.adam(pipe.parameters())
+        due, foreign = plan_of(Half(1)), one.plan
+        choices = [
+            {"plan": (due, foreign)[group.rank()]},
+            {"plan": (due, None)[group.rank()]},
+            {"plan": due, "optimizer": (optimizer, None)[group.rank()]},
+            {"plan": foreign},
+            {"plan": due, "optimizer": optimizer, "extra": {"epoch": 3}},
+        ]
+        said = []
+        for choice in choices:
+            x, y = runs.batch(0)
+            pipe.step(x, target=y)
+            try:
+                pipe.replan(**choice)
+            except PipeschedError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            pipe.replan(due)
+        assert [group.rank() == 0] * 35 == [weight.grad is not None for weight in pipe.model.parameters()]
+        return [*said, *(str(warning.message) for warning in warned)]
