@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.elastic.transfer_plan import Held, Message, messages_for, rounds_of
+from pipesched.elastic.transfer_plan import HeldRows, Message, messages_for, rounds_of
 from pipesched.runtime.collectives import RankCollectives
-from pipesched.runtime.stage.optimizers import ParameterGroup
+from pipesched.runtime.stage.optimizers import NumberedGroup
 from pipesched.saving.capturing import captured
 from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
@@ -41,13 +41,13 @@ class HeldState:
     #: The state, with the entries and values of all processes.
     saved: SavedRun
     #: The rows of each tensor, and the processes that hold them, in the order in which a run loads them.
-    held: Mapping[str, Sequence[Held]]
+    held: Mapping[str, Sequence[HeldRows]]
     #: The tensors of this process. They share memory with the run's tensors.
     own: CheckpointPart
 
     def arriving(
         self, run: LiveRun, parameters: Mapping[str, nn.Parameter]
-    ) -> dict[int, dict[nn.Parameter, ParameterGroup]]:
+    ) -> dict[int, dict[nn.Parameter, NumberedGroup]]:
         """Return the parameter groups of parameters that other processes have trained, by the optimizer's index.
 
         Args:
@@ -56,11 +56,11 @@ class HeldState:
 
         """
         others = {name: parameter for name, parameter in parameters.items() if name not in run.parameters}
-        found: dict[int, dict[nn.Parameter, ParameterGroup]] = {}
+        found: dict[int, dict[nn.Parameter, NumberedGroup]] = {}
         for index, number, name, settings in saved_groups(self.saved):
             if name in others:
                 group = {**settings, "params": [others[name]], "param_names": [name]}
-                found.setdefault(index, {})[others[name]] = ParameterGroup(group, number)
+                found.setdefault(index, {})[others[name]] = NumberedGroup(group, number)
         return found
 
 
@@ -74,7 +74,7 @@ def held_state(run: LiveRun, optimizer: Any, scheduler: Any, extra: Mapping[str,
     every = run.host.collectives.gathered_in_all((run.replica, *described))
     parts: list[dict[str, TensorEntry]] = []
     values: list[Any] = []
-    held: dict[str, list[Held]] = {}
+    held: dict[str, list[HeldRows]] = {}
     first: set[tuple[str, Rows | None]] = set()
     for process, (replica, of_all, of_replica) in enumerate(every):
         values += [of_replica["values"]] if replica else [of_all["values"], of_replica["values"]]
@@ -103,13 +103,13 @@ def _rows(entry: TensorEntry) -> Rows | None:
     return entry.chunks[0].rows if entry.chunks else None
 
 
-def _add_holder(held: dict[str, list[Held]], entries: Mapping[str, TensorEntry], process: int) -> None:
+def _add_holder(held: dict[str, list[HeldRows]], entries: Mapping[str, TensorEntry], process: int) -> None:
     for key, entry in entries.items():
         rows, pieces = _rows(entry), held.setdefault(key, [])
         at = next((at for at, piece in enumerate(pieces) if piece.rows == rows), None)
         if at is None:
             sizes = entry.chunks[0].sizes if entry.chunks else entry.shape
-            pieces.append(Held(rows=rows, nbytes=prod(sizes) * dtype_of(entry.dtype).itemsize, holders=(process,)))
+            pieces.append(HeldRows(rows=rows, nbytes=prod(sizes) * dtype_of(entry.dtype).itemsize, holders=(process,)))
         else:
             pieces[at] = replace(pieces[at], holders=(*pieces[at].holders, process))
 
@@ -150,7 +150,7 @@ class MovedTensors:
         found = [piece for piece in pieces if piece is not None]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _piece(self, key: str, held: Held, rows: Rows | None) -> Tensor | None:
+    def _piece(self, key: str, held: HeldRows, rows: Rows | None) -> Tensor | None:
         if rows is not None and rows.start == rows.end:
             return None
         if self._process in held.holders:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from pipesched.saving.chunks import Rows
 
-__all__ = ["Held", "Message", "bytes_moved", "messages_for", "rounds_of"]
+__all__ = ["HeldRows", "Message", "bytes_moved", "messages_for", "rounds_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldRows:
     """Some rows of a tensor that one or several processes hold."""
 
     #: The rows; None for a whole tensor.
@@ -53,12 +53,12 @@ class Message:
     nbytes: int
 
 
-def messages_for(held: Mapping[str, Sequence[Held]], needed: Sequence[Mapping[str, Rows | None]]) -> list[Message]:
+def messages_for(held: Mapping[str, Sequence[HeldRows]], needed: Sequence[Mapping[str, Rows | None]]) -> list[Message]:
     """Return the messages that give each process what it needs and does not hold.
 
     ::
 
-        held = {"weight": [Held(rows=None, nbytes=400, holders=(0, 1))]}
+        held = {"weight": [HeldRows(rows=None, nbytes=400, holders=(0, 1))]}
         messages_for(held, [{}, {}, {"weight": None}])  # process 0 sends to process 2
 
     Of several holders, the one that sends the fewest bytes so far is the source.

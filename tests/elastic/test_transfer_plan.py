@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesched.elastic.transfer_plan import Held, Message, bytes_moved, messages_for, rounds_of
+from pipesched.elastic.transfer_plan import HeldRows, Message, bytes_moved, messages_for, rounds_of
 from pipesched.saving.chunks import Rows
 
 PROCESSES, ROWS, ROW_BYTES = 5, 12, 4
@@ -21,7 +21,7 @@ def pictures(draw):
         cuts = sorted({0, ROWS, *draw(st.lists(st.integers(0, ROWS), max_size=2))})
         spans = [Rows(*pair) for pair in pairwise(cuts)] if draw(st.booleans()) else [None]
         held[key] = [
-            Held(
+            HeldRows(
                 rows=rows,
                 nbytes=ROW_BYTES * (ROWS if rows is None else rows.end - rows.start),
                 holders=tuple(sorted(draw(st.sets(st.integers(0, PROCESSES - 1), min_size=1)))),
@@ -74,7 +74,7 @@ def test_a_round_is_bounded_and_keeps_the_order(picture, most_bytes):
 
 
 def test_holders_of_the_same_rows_share_the_sending():
-    held = {str(number): [Held(rows=None, nbytes=8, holders=(0, 1))] for number in range(4)}
+    held = {str(number): [HeldRows(rows=None, nbytes=8, holders=(0, 1))] for number in range(4)}
     messages = messages_for(held, [{}, {}, dict.fromkeys(held)])
     assert Counter(message.source for message in messages) == {0: 2, 1: 2}
     assert bytes_moved(messages) == 32
