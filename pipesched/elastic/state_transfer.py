@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipesched.elastic.transfer_plan import HeldRows, Message, messages_for, rounds_of
 from pipesched.runtime.collectives import RankCollectives
-from pipesched.runtime.stage.optimizers import ParameterGroup
+from pipesched.runtime.stage.optimizers import NumberedGroup
 from pipesched.saving.capturing import captured
 from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
@@ -47,7 +47,7 @@ class HeldState:
 
     def arriving(
         self, run: LiveRun, parameters: Mapping[str, nn.Parameter]
-    ) -> dict[int, dict[nn.Parameter, ParameterGroup]]:
+    ) -> dict[int, dict[nn.Parameter, NumberedGroup]]:
         """Return the parameter groups of parameters that other processes have trained, by the optimizer's index.
 
         Args:
@@ -56,11 +56,11 @@ class HeldState:
 
         """
         others = {name: parameter for name, parameter in parameters.items() if name not in run.parameters}
-        found: dict[int, dict[nn.Parameter, ParameterGroup]] = {}
+        found: dict[int, dict[nn.Parameter, NumberedGroup]] = {}
         for index, number, name, settings in saved_groups(self.saved):
             if name in others:
                 group = {**settings, "params": [others[name]], "param_names": [name]}
-                found.setdefault(index, {})[others[name]] = ParameterGroup(group, number)
+                found.setdefault(index, {})[others[name]] = NumberedGroup(group, number)
         return found
 
 

@@ -50,7 +50,7 @@ from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.divided_stage import divided_update, divided_weights
 from pipesched.runtime.stage.divided_weights import DividedWeights
-from pipesched.runtime.stage.optimizers import Inheritance, ParameterGroup, optimizers_for
+from pipesched.runtime.stage.optimizers import Inheritance, NumberedGroup, optimizers_for
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
@@ -134,7 +134,7 @@ class Assembly:
         programs: ProgramFactory,
         stage_cut: StageCut,
         previous: "Assembly | None" = None,
-        arriving: Mapping[nn.Parameter, ParameterGroup] | None = None,
+        arriving: Mapping[nn.Parameter, NumberedGroup] | None = None,
     ) -> None:
         begin = time.perf_counter()
         self._is_first = previous is None

@@ -24,7 +24,7 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.rank_grid import Rows
 from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.stage.optimizers import ParameterGroup, follow, regroup
+from pipesched.runtime.stage.optimizers import NumberedGroup, follow, regroup
 from pipesched.saving.extra_states import as_extra, covering_own
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers
@@ -188,7 +188,7 @@ class PlanSwitch:
         host: RankHost,
         programs: ProgramFactory,
         stage_cut: StageCut,
-        arriving: Mapping[nn.Parameter, ParameterGroup],
+        arriving: Mapping[nn.Parameter, NumberedGroup],
     ) -> None:
         """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
         running = self._running
@@ -210,7 +210,7 @@ class PlanSwitch:
                 f"schedulers for these optimizers too (pipe.optimizers[stage])"
             )
 
-    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, ParameterGroup], run: LiveRun) -> None:
+    def _regroup(self, optimizer: Optimizer, arriving: Mapping[nn.Parameter, NumberedGroup], run: LiveRun) -> None:
         """Let one of the user's optimizers train those of its parameters that this process now trains."""
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         own = [parameter for parameter in run.parameters.values() if parameter in held or parameter in arriving]

@@ -119,7 +119,7 @@ class Replanner:
 
         """
         running = self._running
-        steps, idle = self._history.gather_steps()
+        steps, probed = self._history.gather_steps()
         if len(steps) < FEWEST:
             why = (
                 f"the search for a better plan requires {FEWEST} measured steps of the current plan; measured so far: "
@@ -128,7 +128,7 @@ class Replanner:
             return Replanned(plan=self._plan(), kept=why)
         what = "replan(), where rank 0 searches for all"
         found = running.host.collectives.agreed(
-            lambda: self._search.find(steps, idle, steps_left, measure=measure, every=every), what
+            lambda: self._search.find(steps, probed, steps_left, measure=measure, every=every), what
         )
         self._cost_model.layers, self._cost_model.slow, self._cost_model.overheads = found.layers, found.slow, None
         outcome = Replanned(

@@ -127,7 +127,7 @@ class PlanSearch:
     def find(
         self,
         steps: Sequence[Trace],
-        idle: Mapping[Hashable, float],
+        probed: Mapping[Hashable, float],
         steps_left: int | None,
         *,
         measure: bool = False,
@@ -137,7 +137,7 @@ class PlanSearch:
 
         Args:
             steps: the traces of the last steps, with the actions of all ranks.
-            idle: the slowness of each process without stages.
+            probed: the slowness of processes that have measured the layers themselves.
             steps_left: the number of steps still to run; None if unknown.
             measure: whether to measure the layers again first. Default: False.
             every: the number of steps after which this method is called unasked. It then keeps the plan without a
@@ -153,12 +153,14 @@ class PlanSearch:
         measured = measured_costs(steps, now.program.num_stages, expected)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         rows = running.host.grid.rows
-        changed = _differs(measured, expected, certain(noise)) or self._idle_differ(idle, certain(noise))
+        changed = _differs(measured, expected, certain(noise)) or self._have_changed(probed, certain(noise))
         if every is not None and self._has_searched and not changed:
             return self._unchanged(self._step_s(now.programs, now.cut, update_s, rows), noise)
         self._has_searched = True
-        known = {**cost_model.slow, **idle}
-        cost_model.slow = {place: own for place, own in known.items() if place not in idle or own > 1 + certain(noise)}
+        known = {**cost_model.slow, **probed}
+        cost_model.slow = {
+            place: own for place, own in known.items() if place not in probed or own > 1 + certain(noise)
+        }
         self._learn(measured, certain(noise))
         before_s = self._step_s(now.programs, now.cut, update_s, rows)
         effort = _MOST_EFFORT if every is None else int(_SHARE * every * before_s * _ACTIONS_PER_S)
@@ -184,10 +186,10 @@ class PlanSearch:
             slow=cost_model.slow,
         )
 
-    def _idle_differ(self, idle: Mapping[Hashable, float], tolerance: float) -> bool:
-        """Return whether the slowness of a process without stages clearly differs from what is known."""
-        known = {place: self._cost_model.slowness(place) for place in idle}
-        return any(abs(own - known[place]) > tolerance * known[place] for place, own in idle.items())
+    def _have_changed(self, probed: Mapping[Hashable, float], tolerance: float) -> bool:
+        """Return whether the slowness that a process has measured clearly differs from what is known."""
+        known = {place: self._cost_model.slowness(place) for place in probed}
+        return any(abs(own - known[place]) > tolerance * known[place] for place, own in probed.items())
 
     def _unchanged(self, step_s: float, noise: float) -> FoundPlan:
         """Return that the running plan is kept, because the ranks take the expected times."""

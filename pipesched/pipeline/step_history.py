@@ -21,6 +21,7 @@ from pipesched.units import counted
 
 __all__ = ["FEWEST", "StepHistory"]
 
+_MUCH = 0.5  # a stage that takes this much longer than expected shows that its process or its layers are slow
 FEWEST = 3  #: the number of measured steps that a search for a better plan requires
 
 _FIRST = "the first step, which includes memory allocation and warm-up"
@@ -68,7 +69,10 @@ class StepHistory:
         return [self.trace_of([run]) for run in self._running.runs]
 
     def gather_steps(self) -> tuple[list[Trace], dict[Hashable, float]]:
-        """Return the traces of the last steps for all ranks, and the slowness of processes without stages. Collective.
+        """Return the traces of the last steps for all ranks, and the slowness of unclear processes. Collective.
+
+        A process is unclear if it has no stages, or if a stage takes much longer than expected in comparison with other
+        processes: the process or its layers have become slow. It measures the layers to find out.
 
         The first step of the plan, which includes warm-up, is left out if there are enough others. With several
         replicas, the actions of each rank are those of the replica in which this rank took the longest.
@@ -78,12 +82,15 @@ class StepHistory:
         grid = self._running.host.grid
         if grid.in_one_process:
             return [self.trace_of([run]) for run in runs], {}
-        is_idle = not self._running.assembly.stages and self._cost_model.layers is not None
-        slowness = self._cost_model.slowness_here() if is_idle else None
-        given = [tuple(run.spans()) for run in runs], slowness
-        both = self._running.host.collectives.gathered_in_all(given)
-        idle: dict[Hashable, float] = {rank: own for rank, (_, own) in enumerate(both) if own is not None}
-        every = [own for own, _ in both]
+        self._cost_model.layers = self._running.host.collectives.agreed(self._cost_model.measured)
+        gather = self._running.host.collectives.gathered_in_all
+        every, strays = zip(*gather(([tuple(run.spans()) for run in runs], self._strays(runs))), strict=True)
+        limit = (1 + _MUCH) * min((ratio for ratio in strays if ratio is not None), default=0.0)
+        unclear = {rank for rank, ratio in enumerate(strays) if ratio is None or ratio > limit}
+        probed: dict[Hashable, float] = {}
+        if unclear:
+            every_speed = gather(self._cost_model.slowness_here() if grid.rank in unclear else None)
+            probed = {rank: every_speed[rank] for rank in unclear}
         count = min(len(own) for own in every)
         slowest = [
             max((row[position] for row in grid.rows), key=lambda rank: sum(map(_busy_s, every[rank])))
@@ -93,7 +100,17 @@ class StepHistory:
         for at in range(count):
             spans = tuple(span for rank in slowest for span in every[rank][len(every[rank]) - count + at])
             traces.append(replace(self.trace_of([]), spans=Spans.of(spans)))
-        return traces, idle
+        return traces, probed
+
+    def _strays(self, runs: Iterable[Timeline]) -> float | None:
+        """Return how many times longer than expected a stage of this process takes; None if it has no stages."""
+        assembly = self._running.assembly
+        if not assembly.stages:
+            return None
+        expected = self._cost_model.expected_costs(assembly.programs, assembly.cut)
+        measured = measured_costs([self.trace_of([run]) for run in runs], assembly.program.num_stages, expected)
+        work = [(expected.forward_s[own], measured.forward_s[own]) for own in assembly.stages]
+        return max((now / due for due, now in work if due), default=1.0)
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:
         """Return the trace of these runs, with the stages' costs if the layers have been measured.

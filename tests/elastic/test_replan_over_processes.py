@@ -59,7 +59,7 @@ def test_the_number_of_replicas_changes_with_the_same_bits(ranks: Ranks) -> None
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("slow", [{2: 2.0}, {1: 3.0, 2: 3.0}, {1: 50.0}])
+@pytest.mark.parametrize("slow", [{2: 2.0}, {1: 3.0, 2: 3.0}, {1: 50.0}, {0: 50.0}, {3: 4.0}])
 def test_slow_processes_get_fewer_layers_or_none(ranks: Ranks, slow: dict[int, float]) -> None:
     """Rank 0 searches, and all processes know then which are slow, and later that they are not any more."""
     found = ranks.run(4, jobs.with_slow_processes, slow, timeout_s=60)

@@ -20,13 +20,13 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
-__all__ = ["NO_SETTINGS", "Inheritance", "ParameterGroup", "follow", "near", "optimizers_for", "regroup"]
+__all__ = ["NO_SETTINGS", "Inheritance", "NumberedGroup", "follow", "near", "optimizers_for", "regroup"]
 
 _Group = dict[str, Any]
 NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
 
 
-class ParameterGroup(NamedTuple):
+class NumberedGroup(NamedTuple):
     """A parameter group of an optimizer, and its number among the groups of this optimizer."""
 
     group: _Group
@@ -85,7 +85,7 @@ class Inheritance:
         before: Mapping[int, Optimizer],
         stages: Mapping[int, list[nn.Parameter]],
         names: Mapping[nn.Parameter, str],
-        arriving: Mapping[nn.Parameter, ParameterGroup],
+        arriving: Mapping[nn.Parameter, NumberedGroup],
     ) -> None:
         def new(parameters: Sequence[nn.Parameter]) -> Optimizer | None:
             return _made(make, NamedParameters((names.get(parameter, ""), parameter) for parameter in parameters))
@@ -159,7 +159,7 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, int, nn.Parameter]]:
 
 
 def _entries(
-    optimizers: Iterable[Optimizer], arriving: Mapping[nn.Parameter, ParameterGroup] | None = None
+    optimizers: Iterable[Optimizer], arriving: Mapping[nn.Parameter, NumberedGroup] | None = None
 ) -> dict[nn.Parameter, _OptimizerEntry]:
     others = {parameter: _OptimizerEntry({}, *place) for parameter, place in (arriving or {}).items()}
     own = {
@@ -193,7 +193,7 @@ def _heir(
         _inherit_settings(optimizer, old)
     first = _entries([made] if made else [])
     later = {parameter: old[parameter] for parameter in parameters if parameter in old}
-    group_of = {parameter: ParameterGroup(entry.group, entry.number) for parameter, entry in (first | later).items()}
+    group_of = {parameter: NumberedGroup(entry.group, entry.number) for parameter, entry in (first | later).items()}
     states: dict[nn.Parameter, Any] = {}
     for parameter, entry in (*first.items(), *later.items()):  # an old state replaces one that the constructor has set
         if parameter in entry.states:
@@ -217,7 +217,7 @@ def _settings(group: _Group) -> _Group:
 
 
 def _regrouped(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, ParameterGroup]
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, NumberedGroup]
 ) -> list[tuple[_Group, _Group]]:
     """Assign each parameter to a group with the same settings.
 
@@ -283,7 +283,7 @@ def follow(optimizer: Optimizer) -> None:
 
 
 def regroup(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], arriving: Mapping[nn.Parameter, ParameterGroup]
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], arriving: Mapping[nn.Parameter, NumberedGroup]
 ) -> None:
     """Let an optimizer of the user train exactly these parameters. It keeps the states of those that it had.
 
@@ -307,7 +307,7 @@ def optimizers_for(
     before: Mapping[int, Optimizer],
     names: Mapping[nn.Parameter, str],
     rules: GradientRules | None = None,
-    arriving: Mapping[nn.Parameter, ParameterGroup] | None = None,
+    arriving: Mapping[nn.Parameter, NumberedGroup] | None = None,
 ) -> Inheritance:
     """Prepare the optimizers of the new stages: keep an old stage's optimizer, or create one with the user's function.
 

@@ -143,8 +143,11 @@ def as_if(pipe: Pipeline, slow: Mapping[int, float]) -> None:
     times = [1e-3 * len(names) * factor for names, factor in zip(running.cut, factors, strict=True)]
     costs = Costs(forward_s=times, input_grad_s=times, weight_grad_s=times)
     step = simulate(program, costs)
-    idle = {rank: slow.get(rank, 1.0) for rank in running.host.grid.rows[0][program.num_ranks :]}
-    pipe._history.gather_steps = lambda: ([step] * 4, idle)
+    ranks = running.host.grid.rows[0]
+    known = {rank: pipe._cost_model.slowness(rank) for rank in ranks}
+    strays = [rank for rank in ranks if slow.get(rank, 1.0) > 1.5 * known[rank]]
+    probed = {rank: slow.get(rank, 1.0) for rank in (*ranks[program.num_ranks :], *strays)}
+    pipe._history.gather_steps = lambda: ([step] * 4, probed)
 
 
 def with_slow_processes(group: Group, slow: Mapping[int, float]) -> list[Any]:
