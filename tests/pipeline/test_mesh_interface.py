@@ -193,13 +193,6 @@ def test_modules_over_a_mesh_are_those_of_the_ranks_own_stages(ranks: Ranks) -> 
     assert {name for name in named if name in first and name in second} == {n for n, own in holds.items() if not own}
 
 
-def test_another_plan_needs_another_pipeline_over_a_mesh(ranks: Ranks) -> None:
-    for said in ranks.run(2, jobs.another_plan_is_refused):
-        assert said.startswith(
-            "replan may only move layers within one process; this pipeline runs over a mesh of 2 ranks; "
-        )
-
-
 def test_rank_0_searches_for_all_ranks(ranks: Ranks) -> None:
     one, other = ranks.run(2, jobs.planned_by_rank_0)
     assert one == other

@@ -48,7 +48,7 @@ def test_the_command_exports_schedules_and_files(tmp_path):
         return CliRunner().invoke(main, ["export", *map(str, words)])
 
     ran = run("zb-h1", "--ranks", 2, "--microbatches", 4, "--torch", tmp_path / "order.csv")
-    assert ran.output == f"{tmp_path / 'order.csv'}: 2 ranks, 24 actions\n"
+    assert ran.output == f"wrote {tmp_path / 'order.csv'}\n{tmp_path / 'order.csv'}: 2 ranks, 24 actions\n"
     assert load_program(tmp_path / "order.csv") == program("zb-h1")
     (tmp_path / "mine.txt").write_text(str(program("gpipe")))
     assert not run(tmp_path / "mine.txt", "--torch", tmp_path / "other.csv").exit_code

@@ -460,15 +460,6 @@ def modules_of_ranks(group: Any) -> list[str]:
 # ---- another plan -------------------------------------------------------------------------------------------------
 
 
-def another_plan_is_refused(group: Any) -> str:
-    with pipeline(group) as pipe:
-        try:
-            pipe.replan(pipe.plan)
-        except PipeschedError as error:
-            return str(error)
-    return "no error"
-
-
 # ---- plans that are searched for ------------------------------------------------------------------------------------
 
 
