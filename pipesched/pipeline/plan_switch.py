@@ -7,6 +7,7 @@ the state is sent to the processes that need it (`pipesched.elastic.state_transf
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,7 +79,7 @@ class PlanSwitch:
         spec: the model and the user's options for its stages.
         roots: the model and the loss module, keyed by the prefix of their parameters' names.
         guard: the StaleGuard of the model.
-        live_run: returns the state of the run under the running plan.
+        live_run: the method of the pipeline that returns the state of the run under the running plan.
         check_replicas: raises an error if the pipeline cannot have a number of replicas.
 
     """
@@ -96,8 +97,13 @@ class PlanSwitch:
         self._spec = spec
         self._roots = roots
         self._guard = guard
-        self._live_run = live_run
+        self._live_run_of = WeakMethod(live_run)  # a pipeline that is dropped must end at once
         self._check_replicas = check_replicas
+
+    def _live_run(self) -> LiveRun:
+        live_run = self._live_run_of()
+        assert live_run is not None  # the pipeline calls
+        return live_run()
 
     def check(self) -> None:
         """Raise InputError if the pipeline cannot switch to another plan."""

@@ -1,6 +1,9 @@
 """Making a pipeline, and measuring, leave the model as it was: the whole object, compared before and after."""
 
+import gc
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -311,3 +314,19 @@ def test_only_what_is_written_is_copied() -> None:
     assert names_of(model, changed) == ["3.weight", "5.weight"]
     assert all(map(torch.equal, model.parameters(), kept))
     assert ledger.peak <= 3 * model[0].weight.nbytes
+
+
+def test_a_dropped_pipeline_ends_without_the_garbage_collector() -> None:
+    gc.collect()
+    threads = threading.active_count()
+    gc.disable()
+    try:
+        pipe = Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), devices=["cpu"] * 2)
+        with torch.no_grad():
+            pipe(torch.randn(4, 4))
+        dropped = weakref.ref(pipe)
+        del pipe
+        assert dropped() is None
+    finally:
+        gc.enable()
+    assert threading.active_count() == threads

@@ -99,7 +99,7 @@ class HappensBefore:
         self._take_log = take_log
         self._frames_of = frames_of
         self._thread_name = thread_name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end threads of a pipeline meanwhile
         self._streams: dict[int, Stream] = {}
         self._hosts: dict[int, HostThread] = {}
         self._events: dict[int, Stamp] = {}
