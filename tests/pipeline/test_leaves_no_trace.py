@@ -321,9 +321,10 @@ def test_a_dropped_pipeline_ends_without_the_garbage_collector() -> None:
     threads = threading.active_count()
     gc.disable()
     try:
-        pipe = Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), devices=["cpu"] * 2)
-        with torch.no_grad():
-            pipe(torch.randn(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        options: Any = {"devices": ["cpu"] * 2, "schedule": "1f1b", "loss_fn": functional.mse_loss}
+        pipe = Pipeline(model, torch.randn(2, 4), **options)
+        pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
         dropped = weakref.ref(pipe)
         del pipe
         assert dropped() is None
