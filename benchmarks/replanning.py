@@ -151,7 +151,7 @@ def many(rank: int, layers: int, width: int, changes: int) -> list[tuple[float, 
     for change in range(changes):
         run.change(1 + (change * 5 + 3) % RANKS)
         run.step()
-        if change in (changes // 4, changes - 1):
+        if change in (changes // 4 // RANKS * RANKS, (changes - 1) // RANKS * RANKS):  # under the same plan
             found.append(resources())
     return found
 
