@@ -25,12 +25,7 @@ def share_flags(run: LiveRun, roots: Mapping[str, nn.Module], run_here: Iterable
     """
     here = {id(part) for module in run_here for part in module.modules()}
     modules = {prefix + name: part for prefix, root in roots.items() for name, part in root.named_modules()}
-    parameters = {
-        run.names[id(parameter)]: parameter
-        for root in roots.values()
-        for parameter in root.parameters()
-        if id(parameter) in run.names
-    }
+    parameters = run.parameters_of(roots)
     trains = {name: parameter.requires_grad for name, parameter in run.parameters.items()}
     modes = {name: part.training for name, part in modules.items() if id(part) in here}
     for their_trains, their_modes in reversed(run.host.collectives.gathered_in_all((trains, modes))):

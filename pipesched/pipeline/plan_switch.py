@@ -138,7 +138,7 @@ class PlanSwitch:
         held = self._running.assembly.held_tensors()
         state = held_state(before, states.optimizer, states.scheduler, states.extra)
         given = self._given(states, before)
-        arriving = state.arriving(before, self._parameters(before))
+        arriving = state.arriving(before, before.parameters_of(self._roots))
         stages = self._running.assembly.stages.values()
         following = _following(before, states.extra)
         self._warn_without_optimizer(states)
@@ -176,10 +176,6 @@ class PlanSwitch:
         for root in self._roots.values():
             put_away(root, places)
         self._guard.check(changes=True)
-
-    def _parameters(self, run: LiveRun) -> dict[str, nn.Parameter]:
-        every = {id(parameter): parameter for root in self._roots.values() for parameter in root.parameters()}
-        return {name: every[key] for key, name in run.names.items()}
 
     def _end_division(self) -> None:
         """Undo the division of weights and updates among the replicas; the new stages divide them again."""
@@ -256,7 +252,7 @@ class PlanSwitch:
         for key, parameter in gradients.items():
             parameter.grad = read(key).to(parameter.device)
         moved.finish()
-        for name, parameter in self._parameters(run).items():
+        for name, parameter in run.parameters_of(self._roots).items():
             if name not in run.parameters:
                 parameter.grad = None  # has moved with the weight
         return bytes_moved(moved.messages)

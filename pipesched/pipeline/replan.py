@@ -5,7 +5,7 @@ The results are bit-identical to those of a run that uses the new plan from the 
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -131,20 +131,11 @@ class Replanner:
             lambda: self._search.find(steps, probed, steps_left, measure=measure, every=every), what
         )
         self._cost_model.layers, self._cost_model.slow, self._cost_model.overheads = found.layers, found.slow, None
-        outcome = Replanned(
-            plan=self._plan(),
-            kept=found.kept,
-            layers=found.moves,
-            moved_bytes=found.moved_bytes,
-            before_s=found.before_s,
-            after_s=found.after_s,
-            noise=found.noise,
-            cost_s=found.cost_s,
-        )
-        if found.kept or found.plan is None:
-            return outcome
+        outcome = partial(Replanned, kept=found.kept, before_s=found.before_s, after_s=found.after_s, noise=found.noise)
+        if found.plan is None:
+            return outcome(plan=self._plan(), layers=found.moves, moved_bytes=found.moved_bytes, cost_s=found.cost_s)
         moved = self._switched(found.plan, states, found.rows)
-        return replace(outcome, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
+        return outcome(plan=moved.plan, layers=found.moves, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
 
     def _plan(self) -> Plan:
         return self._history.plan(self._spec.model)

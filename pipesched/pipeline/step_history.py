@@ -1,7 +1,8 @@
 """Step history: the traces of a pipeline's last steps, the stage costs measured in them, a prediction and the plan."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import nn
 
@@ -64,10 +65,6 @@ class StepHistory:
         notes = tuple(self._notes_of_measurement())
         return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans)), notes=notes))
 
-    def steps(self) -> list[Trace]:
-        """Return the traces of the last steps in this process, which may include the first step of the plan."""
-        return [self.trace_of([run]) for run in self._running.runs]
-
     def gather_steps(self) -> tuple[list[Trace], dict[Hashable, float]]:
         """Return the traces of the last steps for all ranks, and the slowness of unclear processes. Collective.
 
@@ -85,22 +82,31 @@ class StepHistory:
         self._cost_model.layers = self._running.host.collectives.agreed(self._cost_model.measured)
         gather = self._running.host.collectives.gathered_in_all
         every, strays = zip(*gather(([tuple(run.spans()) for run in runs], self._strays(runs))), strict=True)
+        return self._joined(every), self._probed(strays)
+
+    def _probed(self, strays: Sequence[float | None]) -> dict[Hashable, float]:
+        """Return the slowness of the processes that are unclear, given how far each strays. Collective."""
         limit = (1 + _MUCH) * min((ratio for ratio in strays if ratio is not None), default=0.0)
         unclear = {rank for rank, ratio in enumerate(strays) if ratio is None or ratio > limit}
-        probed: dict[Hashable, float] = {}
-        if unclear:
-            every_speed = gather(self._cost_model.slowness_here() if grid.rank in unclear else None)
-            probed = {rank: every_speed[rank] for rank in unclear}
-        count = min(len(own) for own in every)
+        if not unclear:
+            return {}
+        host = self._running.host
+        own = self._cost_model.slowness_here() if host.grid.rank in unclear else None
+        slowness = host.collectives.gathered_in_all(own)
+        return {rank: slowness[rank] for rank in unclear}
+
+    def _joined(self, every: Sequence[Sequence[Sequence[Span]]]) -> list[Trace]:
+        """Return one trace for each step, made from the spans of each process in its last steps."""
+        grid = self._running.host.grid
         slowest = [
             max((row[position] for row in grid.rows), key=lambda rank: sum(map(_busy_s, every[rank])))
             for position in range(len(grid.pipeline))
         ]
-        traces = []
-        for at in range(count):
-            spans = tuple(span for rank in slowest for span in every[rank][len(every[rank]) - count + at])
-            traces.append(replace(self.trace_of([]), spans=Spans.of(spans)))
-        return traces, probed
+        count = min(len(own) for own in every)
+        steps = [
+            chain.from_iterable(every[rank][len(every[rank]) - count + at] for rank in slowest) for at in range(count)
+        ]
+        return [replace(self.trace_of([]), spans=Spans.of(tuple(spans))) for spans in steps]
 
     def _strays(self, runs: Iterable[Timeline]) -> float | None:
         """Return how many times longer than expected a stage of this process takes; None if it has no stages."""

@@ -101,6 +101,14 @@ class LiveRun:
         stages = [stage for stage, own in (self.optimizers or {}).items() if own is optimizer]
         return self.divided.get(stages[0]) if stages else None
 
+    def parameters_of(self, roots: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+        """Return all parameters of the model, also those that other processes train, keyed by name.
+
+        ``roots`` are the model and the loss module.
+        """
+        every = (parameter for root in roots.values() for parameter in root.parameters())
+        return {self.names[id(parameter)]: parameter for parameter in every if id(parameter) in self.names}
+
     def is_here(self, name: str) -> bool:
         """Return whether this process holds a parameter or buffer of its stages, or at least some rows of it."""
         held = self.divided_weights.get(name)
