@@ -68,6 +68,13 @@ class ExecutionError(PipeschedError, RuntimeError):
     """A pipeline failed while running, for a reason other than an exception in the user's code."""
 
 
+class RankLost(ExecutionError):  # noqa: N818  not a fault of this rank: the job may go on
+    """A rank of a mesh is lost, and the pipeline keeps copies of states. ``pipe.recover()`` goes on without the rank.
+
+    Raised only with ``Distributed(redundancy=...)``.
+    """
+
+
 class DifferenceError(PipeschedError, ArithmeticError):
     """A pipeline's results differ from the results of its model. Raised by ``Pipeline.check``."""
 

@@ -26,7 +26,7 @@ from pipesched.saving.optimizer_states import saved_groups
 from pipesched.saving.saved_run import CheckpointPart, SavedRun, merged, merged_entries
 from pipesched.saving.tensor_files import dtype_of
 
-__all__ = ["GRADIENT", "HeldState", "MovedTensors", "held_state"]
+__all__ = ["GRADIENT", "HeldState", "MovedTensors", "held_in_parts", "held_state"]
 
 #: The kind of the gradients that move with their parameters. Checkpoints have no gradients.
 GRADIENT = "gradient"
@@ -70,24 +70,44 @@ def held_state(run: LiveRun, optimizer: Any, scheduler: Any, extra: Mapping[str,
     for name, parameter in run.parameters.items():
         if parameter.grad is not None:
             common.add(GRADIENT, name, {f"{GRADIENT}/{name}": parameter.grad})
-    described = [_described(common), _described(own)]
-    every = run.host.collectives.gathered_in_all((run.replica, *described))
+    return held_in_parts(run, [common, own])
+
+
+def held_in_parts(run: LiveRun, own: Sequence[CheckpointPart]) -> HeldState:
+    """Describe the state that all processes hold. Collective.
+
+    Several processes may hold the same part, such as the replicas of a stage. Its values count once.
+
+    Args:
+        run: the run.
+        own: the parts that this process holds.
+
+    """
+    every = run.host.collectives.gathered_in_all((run.replica, [_described(part) for part in own]))
     parts: list[dict[str, TensorEntry]] = []
     values: list[Any] = []
     held: dict[str, list[HeldRows]] = {}
     first: set[tuple[str, Rows | None]] = set()
-    for process, (replica, of_all, of_replica) in enumerate(every):
-        values += [of_replica["values"]] if replica else [of_all["values"], of_replica["values"]]
-        for described_part in (of_all, of_replica):
-            entries = {key: TensorEntry.from_dict(entry) for key, entry in described_part["entries"].items()}
+    for process, (replica, described) in enumerate(every):
+        for part in described:
+            entries = {key: TensorEntry.from_dict(entry) for key, entry in part["entries"].items()}
             _add_holder(held, entries, process)
             new = {key: entry for key, entry in entries.items() if (key, _rows(entry)) not in first}
             first.update((key, _rows(entry)) for key, entry in new.items())
             parts.append({key: entry.in_file(str(process)) for key, entry in new.items()})
+            values.append(part["values"] if new or not (entries or replica) else {})
     entries = merged_entries(parts, _WHERE)
     order = sorted(entries, key=lambda key: _ORDER.index(entries[key].kind))
     saved = SavedRun(where=_WHERE, facts=run.facts, entries=entries, values=merged(values, _WHERE), read=_unread)
-    return HeldState(saved=saved, held={key: held[key] for key in order}, own=common.joined(own))
+    return HeldState(saved=saved, held={key: held[key] for key in order}, own=_joined(own))
+
+
+def _joined(parts: Sequence[CheckpointPart]) -> CheckpointPart:
+    """Return one part with the tensors of all parts."""
+    joined = CheckpointPart()
+    for part in parts:
+        joined = joined.joined(part)
+    return joined
 
 
 #: The kinds of tensors in the order in which a run loads them: first the states that the user's code loads.

@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 
 from pipesched.capture.loss_reduction import LossReduction
 from pipesched.checks import check_type, is_count, shown
+from pipesched.elastic.recovered import Recovered
 from pipesched.errors import InputError
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.planning.search_request import MemoryLimit, Offload, check_offload
@@ -29,6 +30,12 @@ _Options = TypeVar("_Options")
 
 #: The weights that each rank holds when a pipeline is made: those of the whole model, or those of its own stages.
 Weights = Literal["all", "own"]
+
+#: Where copies of the ranks' states are kept.
+Redundant = Literal["neighbour"]
+
+#: What a step does if a rank is lost.
+OnFailure = Literal["raise", "recover"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +278,17 @@ class Distributed:
             and logs what it found. It searches only if the times of the ranks have changed. Needs ``optimizer=``, and
             a schedule that ends each step before the next. Default: None (only when you call ``replan``).
 
+        redundancy: with "neighbour", the job survives the loss of a rank: the weights and the optimizer states of each
+            rank's stages have a copy in the host memory of the next rank, which runs the same updates again. With
+            several replicas, the other replicas are the copies. Needs ``optimizer=``. Default: None (no copies; a rank
+            that fails ends the pipeline on all ranks).
+        on_failure: what ``step`` does if a rank is lost: "raise" a `RankLost`, after which you may call
+            ``pipe.recover()``, or "recover" and run the same step again. Default: "raise".
+        on_recovery: a function that is called with the `Recovered` after each recovery, for example to tell a data
+            loader its new replica. Default: None.
+
     Raises:
-        InputError: zero, weights or replan_every has an invalid value.
+        InputError: zero, weights, replan_every, redundancy or on_failure has an invalid value.
 
     """
 
@@ -282,8 +298,26 @@ class Distributed:
     zero: int = 0
     gather_once: bool | None = None
     replan_every: int | None = None
+    redundancy: Redundant | None = None
+    on_failure: OnFailure = "raise"
+    on_recovery: Callable[[Recovered], Any] | None = None
 
     def __post_init__(self) -> None:
+        as_function(self.on_recovery, "on_recovery", ("recovered",))
+        for name, value, known in (
+            ("redundancy", self.redundancy, (None, *get_args(Redundant))),
+            ("on_failure", self.on_failure, get_args(OnFailure)),
+        ):
+            if value not in known:
+                raise InputError(
+                    f"{name}= must be one of {', '.join(map(repr, known))}; got {shown(value)}; pass one of them"
+                )
+        if self.redundancy is None and (self.on_failure != "raise" or self.on_recovery is not None):
+            option = "on_failure='recover'" if self.on_failure != "raise" else "on_recovery="
+            raise InputError(
+                f"a pipeline recovers from copies of its ranks' states; {option} was passed without redundancy=; pass "
+                f"redundancy='neighbour', too"
+            )
         if self.replan_every is not None and not is_count(self.replan_every):
             raise InputError(
                 f"replan_every= must be a number of steps, at least 1; got {shown(self.replan_every)}; pass a number "

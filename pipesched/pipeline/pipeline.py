@@ -18,12 +18,15 @@ from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
 from pipesched.checks import short_signature
+from pipesched.elastic.recovered import Recovered
+from pipesched.elastic.redundancy import SettingsChange
 from pipesched.errors import ExecutionError, InputError
 from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.batch_loop import batches
+from pipesched.pipeline.checks.redundancy_checks import check_redundancy
 from pipesched.pipeline.checks.replica_checks import check_axes
 from pipesched.pipeline.comparison.check_report import CheckReport
 from pipesched.pipeline.comparison.checker import Checker
@@ -42,6 +45,7 @@ from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.planned_rows import PlannedRows
+from pipesched.pipeline.recovery import KeptCall, MeshOptions, Recovery
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
@@ -292,6 +296,10 @@ class Pipeline(SavingInterface):
                 request=request,
                 agreed=(repr(seed), *numerics.agreed),
             )
+            if distributed.redundancy is not None:
+                streams = self._running.assembly.programs.streams
+                check_redundancy(self._spec, self._running.host.grid, streams=streams)
+                self._cost_model.layers = host.collectives.agreed(self._cost_model.measured)
             distributed.check_replan(
                 has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
             )
@@ -319,22 +327,21 @@ class Pipeline(SavingInterface):
             orders=UnevenOrders(self._running, self._cost_model, limited=limits is not None),
             intra_op_threads=threads,
         )
+        switch = PlanSwitch(
+            self._running,
+            self._spec,
+            self._roots,
+            self._guard,
+            self._live_run,
+            lambda count: numerics.check_reduction_order(num_replicas=count, zero=distributed.zero if count > 1 else 0),
+        )
         self._replanner = Replanner(
             running=self._running,
             cost_model=self._cost_model,
             history=self._history,
             roots=self._roots,
             spec=self._spec,
-            switch=PlanSwitch(
-                self._running,
-                self._spec,
-                self._roots,
-                self._guard,
-                self._live_run,
-                lambda count: numerics.check_reduction_order(
-                    num_replicas=count, zero=distributed.zero if count > 1 else 0
-                ),
-            ),
+            switch=switch,
             search=PlanSearch(
                 running=self._running,
                 cost_model=self._cost_model,
@@ -346,6 +353,26 @@ class Pipeline(SavingInterface):
                 request=replace(wished, boundaries=None) if asked.complete else wished,
             ),
         )
+        self._recovery: Recovery | None = None
+        if distributed.redundancy is not None:
+            assert mesh is not None  # was checked
+            self._running.host.collectives.learn_types(SettingsChange)
+            self._recovery = Recovery(
+                running=self._running,
+                spec=self._spec,
+                cost_model=self._cost_model,
+                switch=switch,
+                live_run=self._live_run,
+                run_call=self._run_step,
+                mesh=mesh,
+                options=MeshOptions(
+                    axes=axes,
+                    intra_op_threads=threads,
+                    reduction_order=numerics.reduction_order,
+                    recovers=distributed.on_failure == "recover",
+                    on_recovery=distributed.on_recovery,
+                ),
+            )
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -446,10 +473,16 @@ class Pipeline(SavingInterface):
         given = GivenBatch(args, kwargs, target, microbatches)
         if metrics is not None:
             as_function(metrics, "metrics", ("outputs", "target"))
+        options = {"metrics": metrics, "return_outputs": return_outputs, "gather": gather}
+        if self._recovery is not None:
+            return self._recovery.step(KeptCall(given, options))
+        return self._run_step(given, **options)
+
+    def _run_step(self, given: GivenBatch, *, metrics: Metrics | None, **wanted: bool) -> Any:
         if self._replan_every and self._running.step and self._running.step % self._replan_every == 0:
             self._replan_unasked()
         try:
-            return self._steps.step(given, metrics, return_outputs=return_outputs, gather=gather)
+            return self._steps.step(given, metrics, **wanted)
         except MISFITS as error:
             check_form(self._form, "step", given, error)
             raise
@@ -809,6 +842,38 @@ class Pipeline(SavingInterface):
         _LOG.info("replanned before step %d: %s", self._running.step, found)
         return found
 
+    def recover(self) -> Recovered:
+        """Go on without the ranks that are lost, from the state before the step that was lost. Needs ``redundancy=``.
+
+        ::
+
+            try:
+                loss = pipe.step(x, target=y)
+            except RankLost:
+                pipe.recover()
+                loss = pipe.step(x, target=y)  # the same step again
+
+        Call this method on all ranks that raise `RankLost`. They agree on who lives, connect anew, divide the layers
+        among themselves, and take over the state of the lost layers from its copy. The results are bit-identical to
+        those of a run that lost nobody. torch's default process group is made anew, so the number of this process may
+        change; groups and meshes that you have made must be made again. With ``Distributed(on_failure="recover")``,
+        ``step`` does all this itself.
+
+        Returns:
+            The outcome, with the new number of this process.
+
+        Raises:
+            InputError: no rank is lost, or the pipeline was made without ``redundancy=``.
+            RankLost: the state of a layer is lost with all its copies, or the others have given up this rank.
+
+        """
+        if self._recovery is None:
+            raise InputError(
+                "recover() needs copies of the ranks' states; this pipeline keeps none; pass "
+                "distributed=Distributed(redundancy='neighbour') to Pipeline, or start again from the last checkpoint"
+            )
+        return self._recovery.recover()
+
     def _replan_unasked(self) -> None:
         self._replanner.begin()
         found = self._replanner.improve(None, UserStates(), every=self._replan_every)
@@ -1047,6 +1112,8 @@ class Pipeline(SavingInterface):
         with ExitStack() as stack:
             stack.callback(host.close)
             stack.callback(self._saver.close, host)
+            if self._recovery is not None:
+                stack.callback(self._recovery.close)
             self.flush()
 
     def __repr__(self) -> str:

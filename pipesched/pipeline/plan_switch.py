@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.checks import shown
-from pipesched.elastic.state_transfer import GRADIENT, HeldState, MovedTensors, held_state
+from pipesched.elastic.state_transfer import GRADIENT, HeldState, MovedTensors, held_in_parts, held_state
 from pipesched.elastic.transfer_plan import bytes_moved
 from pipesched.elastic.user_flags import share_flags
 from pipesched.errors import ArgumentError, InputError
@@ -31,6 +31,7 @@ from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers
 from pipesched.saving.restoring import Restoring
 from pipesched.saving.rollback import Rollback
+from pipesched.saving.saved_run import CheckpointPart
 from pipesched.tensors.meta_tensors import put_away
 from pipesched.units import counted
 from pipesched.user_warning import warn
@@ -99,6 +100,8 @@ class PlanSwitch:
         self._guard = guard
         self._live_run_of = WeakMethod(live_run)  # a pipeline that is dropped must end at once
         self._check_replicas = check_replicas
+        #: Whether a switch over processes has begun and not ended, so that tensors and states may be incomplete.
+        self.is_moving = False
 
     def _live_run(self) -> LiveRun:
         live_run = self._live_run_of()
@@ -135,32 +138,72 @@ class PlanSwitch:
 
     def _over_processes(self, programs: ProgramFactory, stage_cut: StageCut, states: UserStates, rows: Rows) -> int:
         before = self._live_run()
-        held = self._running.assembly.held_tensors()
         state = held_state(before, states.optimizer, states.scheduler, states.extra)
-        given = self._given(states, before)
-        arriving = state.arriving(before, before.parameters_of(self._roots))
-        stages = self._running.assembly.stages.values()
-        following = _following(before, states.extra)
         self._warn_without_optimizer(states)
+        host = self._running.host
         try:
-            share_flags(before, self._roots, [module for stage in stages for module in stage.modules.values()])
+            self._share_flags(before)
             self._end_division()
-            host = self._running.host.arranged(rows).use(programs.num_ranks)
-            of_stages = {} if given else {p: group for groups in arriving.values() for p, group in groups.items()}
-            with self._guard.lifted():
-                self._build(host, programs, stage_cut, of_stages)
-            self._guard.release()
-            place_weights(self._roots, self._guard, host, self._running.assembly)
-            self._guard.check(changes=True)
-            after = self._live_run()
-            for index, optimizer in enumerate(given):
-                self._regroup(optimizer, arriving.get(index, {}), after)
-            sent = self._load(state, after, states, following)
-            del state, before  # they refer to tensors that leave
-            self._put_away(held)
+            return self._move(host.arranged(rows).use(programs.num_ranks), programs, stage_cut, before, state, states)
         except BaseException as error:
             host.executor.abandon("replan", error)
             raise
+
+    def take_over(
+        self, host: RankHost, programs: ProgramFactory, stage_cut: StageCut, own: Sequence[CheckpointPart], step: int
+    ) -> int:
+        """Switch to stages over other connections, after a rank was lost. Return the number of bytes sent. Collective.
+
+        Args:
+            host: the ranks that go on.
+            programs: their programs.
+            stage_cut: the layers of each stage.
+            own: what this process holds of the state after ``step`` steps.
+            step: the number of steps.
+
+        """
+        run = self._live_run()
+        before = replace(run, host=host, facts=replace(run.facts, step=step))
+        try:
+            state = held_in_parts(before, own)
+            self._share_flags(before)
+            return self._move(host, programs, stage_cut, before, state, UserStates())
+        except BaseException as error:
+            host.executor.abandon("recover", error)
+            raise
+
+    def _share_flags(self, run: LiveRun) -> None:
+        stages = self._running.assembly.stages.values()
+        share_flags(run, self._roots, [module for stage in stages for module in stage.modules.values()])
+
+    def _move(
+        self,
+        host: RankHost,
+        programs: ProgramFactory,
+        stage_cut: StageCut,
+        before: LiveRun,
+        state: HeldState,
+        states: UserStates,
+    ) -> int:
+        """Build the new stages, and give them the state. Return the number of bytes sent between processes."""
+        self.is_moving = True
+        held = self._running.assembly.held_tensors()
+        given = self._given(states, before)
+        arriving = state.arriving(before, before.parameters_of(self._roots))
+        following = _following(before, states.extra)
+        of_stages = {} if given else {p: group for groups in arriving.values() for p, group in groups.items()}
+        with self._guard.lifted():
+            self._build(host, programs, stage_cut, of_stages)
+        self._guard.release()
+        place_weights(self._roots, self._guard, host, self._running.assembly)
+        self._guard.check(changes=True)
+        after = self._live_run()
+        for index, optimizer in enumerate(given):
+            self._regroup(optimizer, arriving.get(index, {}), after)
+        sent = self._load(state, after, states, following)
+        del state, before  # they refer to tensors that leave
+        self._put_away(held)
+        self.is_moving = False
         return sent
 
     def _given(self, states: UserStates, run: LiveRun) -> list[Optimizer]:

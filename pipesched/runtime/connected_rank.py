@@ -13,14 +13,16 @@ from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakMethod, finalize
 
-from pipesched.errors import ExecutionError
+from torch import distributed
+
+from pipesched.errors import ExecutionError, RankLost
 from pipesched.program.actions import Action, Kind, Lane
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
 from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, Stopped, doing_at, said
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.channels import Channels
-from pipesched.runtime.transport.connections import MessageTransport, met, transport_for
+from pipesched.runtime.transport.connections import HostTransport, MessageTransport, met, transport_for
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.host_copies import Courier
 from pipesched.runtime.transport.ports import ConnectionLostError
@@ -74,6 +76,8 @@ class ConnectedRank:
         self.timeout_s = grid.timeout_s
         #: Objects that hold channels of this rank. They are dropped with the connections.
         self.bound: dict[int, Any] = {}
+        #: Whether the job may go on without a rank. The alarm then outlives the connections.
+        self.survives = False
         #: Encodes values other than tensors; decodes only types that were registered.
         self.encoding = encoding or Encoding((Action, Kind, Lane, Span))
         self._group = group
@@ -82,12 +86,14 @@ class ConnectedRank:
         self._shared: Shared | None = None
         self._fault: str | None = None
         self._wire: Channels | None = None
+        self._ends_beside: list[Callable[[], Any]] = []
         self._forked = Forked()
         self._courier = Courier(self.device)
-        self.alarm, store = met(group, grid.names, self.timeout_s)
+        #: The store over which the ranks connect.
+        self.alarm, self.store = met(group, grid.names, self.timeout_s)
         self.activity = self.alarm.activity
         with self.stopping_all("the construction of a pipeline"):
-            connections = self._transport.connect(store, self.rank, self.num_ranks, self.timeout_s)
+            connections = self._transport.connect(self.store, self.rank, self.num_ranks, self.timeout_s)
             self._end_connections = finalize(self, connections.close)
             self.alarm.on_fault(connections.hang_up)
             self.links = connections.links
@@ -111,6 +117,20 @@ class ConnectedRank:
     def reconnected(self) -> "ConnectedRank":
         """Connect the same rank once more, for example after ``close``. Collective."""
         return ConnectedRank(self._group, self.grid, transport=self._transport, encoding=self.encoding)
+
+    def connect_beside(self, name: str, encoding: Encoding) -> Channels:
+        """Connect the ranks once more, for a thread beside the one that runs the rank. Collective.
+
+        Args:
+            name: the name of the connections.
+            encoding: encodes values other than tensors.
+
+        """
+        store = distributed.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+        beside = HostTransport().connect(store, self.rank, self.num_ranks, self.timeout_s)
+        self._ends_beside.append(finalize(self, beside.close))
+        self.alarm.on_fault(beside.hang_up)
+        return beside.channels(_IDENTITY, encoding)
 
     def regroup(self, grid: RankGrid) -> None:
         """Arrange the same ranks as another grid states. All ranks must call this between the same two calls."""
@@ -279,9 +299,11 @@ class ConnectedRank:
             self._drop()
             if doing == "raised" or (doing == COLLECTIVE and first.who == self.alarm.name):
                 raise
-            raise ExecutionError(
-                f"a failed rank stops all ranks; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
-                f"fix the cause and make a new pipeline"
+            kind, remedy = ExecutionError, "fix the cause and make a new pipeline"
+            if self.survives:
+                kind, remedy = RankLost, "call pipe.recover() to go on without it"
+            raise kind(
+                f"a failed rank stops all ranks; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; {remedy}"
             ) from (None if doing == "waits" else error)
 
     def leave(self, why: str) -> None:
@@ -307,9 +329,12 @@ class ConnectedRank:
         self._wire = None
         self._shared = None
         self.bound.clear()
-        self.alarm.end()
+        if not self.survives:
+            self.alarm.end()
         if wire is not None:
             self._end_connections()
+            for end in self._ends_beside:
+                end()
             self._courier.end()
 
     def close(self) -> None:
@@ -324,6 +349,7 @@ class ConnectedRank:
                     self._wire.drain()
                     if self.links is not None:
                         self.links.close()
+            self.survives = False
             self._drop()
         finally:
             self._busy.release()

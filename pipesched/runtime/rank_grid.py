@@ -16,7 +16,7 @@ from pipesched.errors import DeviceCountError, ExecutionError
 from pipesched.runtime.coordination.rendezvous import names_of, ranks_of
 from pipesched.units import counted
 
-__all__ = ["Axes", "Inputs", "RankGrid", "Rows", "SumRanks", "grid_of", "own_group"]
+__all__ = ["Axes", "Inputs", "RankGrid", "Rows", "SumRanks", "dims_of", "grid_of", "own_group"]
 
 #: Maps "pipeline", "replicate" and "shard" to names of mesh dimensions.
 Axes = Mapping[str, str]
@@ -230,7 +230,7 @@ def grid_of(
 
     """
     check_type(mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']")
-    dims = _dims(mesh, axes)
+    dims = dims_of(mesh, axes)
     if len(dims) == 1:
         own = mesh.get_group(dims["pipeline"])
         grid = RankGrid.single(own, device=_own_device(mesh), timeout_s=timeout_s)
@@ -305,7 +305,7 @@ def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = 
     return next(group for group, ranks in zip(made, groups, strict=True) if here in ranks)
 
 
-def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
+def dims_of(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
     """Map each axis of the mesh ("pipeline", "replicate" or "shard") to the index of its mesh dimension."""
     names = mesh.mesh_dim_names or ()
     if axes is None and mesh.ndim == 1:

@@ -21,6 +21,7 @@ from pipesched.runtime.process_collectives import ProcessCollectives
 from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
+from pipesched.runtime.transport.encoding import Encoding
 from pipesched.torch_checks import as_timeout
 
 __all__ = ["HostMaker", "RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads"]
@@ -96,6 +97,7 @@ def host_of_mesh(
     inputs: Inputs = "all",
     axes: Axes | None = None,
     reduction_order: ReductionOrder = "sequential",
+    encoding: Encoding | None = None,
 ) -> RankHost:
     """Create a host that runs the ranks of a DeviceMesh, with one process per rank. Collective.
 
@@ -107,10 +109,12 @@ def host_of_mesh(
         axes: maps "pipeline", "replicate" and "shard" to names of mesh dimensions. Default: the dimensions are
             recognised by their names.
         reduction_order: the order in which gradients and losses of replicas are added.
+        encoding: the types that earlier connections of these ranks know. Default: None (there were none).
 
     """
     group, grid, sums = grid_of(mesh, axes, as_timeout(timeout_s), inputs)
-    return host_of_group(group, grid, sums, intra_op_threads=intra_op_threads, reduction_order=reduction_order)
+    connected = ConnectedRank(group, grid, encoding=encoding)
+    return HostMaker(connected, intra_op_threads, reduction_order).host(grid, sums)
 
 
 def host_of_group(

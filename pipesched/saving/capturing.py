@@ -18,7 +18,7 @@ from pipesched.saving.saved_run import CheckpointPart
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
 from pipesched.saving.tensor_files import plain
 
-__all__ = ["capture", "captured"]
+__all__ = ["capture", "captured", "captured_here"]
 
 
 def capture(
@@ -46,27 +46,32 @@ def captured(
 
     Collective. Raises the same errors as ``capture``.
     """
-    part, divided = CheckpointPart(), CheckpointPart()
-
     def own() -> Any:
-        for name, parameter in run.parameters.items():
-            _capture_parameter(part, divided, name, parameter, run)
-        for name, tensor in run.buffers.items():
-            part.add("buffer", name, {f"buffer/{name}": plain(tensor, f"buffer {name!r}")})
-        for name, module in run.modules.items():
-            encoded = encode(module.get_extra_state(), f"module/{name}")
-            part.add("module state", name, encoded.tensors)
-            part.values.setdefault("modules", {})[name] = encoded.value
-            advance()
-        if run.scaler is not None and run.rank == 0:
-            part.values["scaler"] = _plain_state(run.scaler.state_dict())
-        capture_optimizers(part, divided, as_optimizers(optimizer, run), run)
-        return encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
+        parts = captured_here(run, optimizer)
+        return *parts, encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
 
-    schedulers, extras = in_all(run.host, own)
+    part, divided, schedulers, extras = in_all(run.host, own)
     capture_schedulers(part, schedulers, run)
     capture_extra(part, extras, run)
     check_equal_states(part, run.host)
+    return part, divided
+
+
+def captured_here(run: LiveRun, optimizer: GivenOptimizers | None = None) -> tuple[CheckpointPart, CheckpointPart]:
+    """Return the parts of ``captured`` without schedulers and extra values. Not collective."""
+    part, divided = CheckpointPart(), CheckpointPart()
+    for name, parameter in run.parameters.items():
+        _capture_parameter(part, divided, name, parameter, run)
+    for name, tensor in run.buffers.items():
+        part.add("buffer", name, {f"buffer/{name}": plain(tensor, f"buffer {name!r}")})
+    for name, module in run.modules.items():
+        encoded = encode(module.get_extra_state(), f"module/{name}")
+        part.add("module state", name, encoded.tensors)
+        part.values.setdefault("modules", {})[name] = encoded.value
+        advance()
+    if run.scaler is not None and run.rank == 0:
+        part.values["scaler"] = _plain_state(run.scaler.state_dict())
+    capture_optimizers(part, divided, as_optimizers(optimizer, run), run)
     return part, divided
 
 

@@ -23,7 +23,15 @@ from typing import Any
 from torch import distributed
 
 from pipesched.runtime.coordination.failure_notices import LONGEST, Address, Fault, told
-from pipesched.runtime.coordination.rank_activity import ENDED, Activity, Doing, State, blamed, different_methods
+from pipesched.runtime.coordination.rank_activity import (
+    ENDED,
+    SILENT,
+    Activity,
+    Doing,
+    State,
+    blamed,
+    different_methods,
+)
 from pipesched.runtime.coordination.rendezvous import AbsentError, ranks_of
 from pipesched.runtime.coordination.stores import Store, StoreLostError, asked, missing
 from pipesched.runtime.coordination.strangers import STRANGERS
@@ -68,6 +76,8 @@ class _ListenerState:
         self.fault: Fault | None = None
         self.state: State | None = None
         self.hang_ups: list[Callable[[], None]] = []
+        #: Answers questions of other ranks, from the time at which this rank looks for survivors.
+        self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self._activity = activity
         self._name = name
         self._lock = threading.Lock()
@@ -118,7 +128,7 @@ class _ListenerState:
                         self._serve(selector, key.fileobj)
                 if self._gone:
                     self._check_gone(self._gone)
-                if self.bell.rung and self.fault is not None:
+                if self.bell.rung and self.fault is not None and self.answer is None:
                     self._stuck = self._stuck or Stuck(self._activity)
                     self._stuck.look(self._name, str(self.fault))
 
@@ -188,12 +198,19 @@ class _ListenerState:
             STRANGERS.remove(caller)
             return
         if part and known:
-            with suppress(OSError, ValueError, TypeError, RecursionError):
-                self.hear(Fault(*json.loads(said[_WORD_BYTES:])))
-                caller.sendall(json.dumps(self.state).encode())
+            with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                caller.sendall(json.dumps(self._reply(json.loads(said[_WORD_BYTES:]))).encode())
         self._dismiss(selector, caller)
         if self.bell.rung:
             self.hang_up()
+
+
+    def _reply(self, said: Any) -> Any:
+        """Return the reply to a message: this rank's state to a fault; a dict to a question."""
+        if isinstance(said, dict):
+            return {} if self.answer is None else self.answer(said)
+        self.hear(Fault(*said))
+        return self.state
 
 
 class Alarm:
@@ -261,6 +278,20 @@ class Alarm:
     def bell(self) -> Bell:
         """The flag that is set when a rank has failed."""
         return self._listener.bell
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """The addresses of the alarms of this pipeline's ranks, in rank order."""
+        return self._addresses
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault that has ended the pipeline, if there is one."""
+        return self._listener.fault
+
+    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Answer questions of other ranks with this function, and no longer look for stuck collectives."""
+        self._listener.answer = answer
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
         """Register a function that makes this rank stop waiting. After a failure, any thread may call the function."""
@@ -407,6 +438,8 @@ class Alarm:
         answers = {**theirs, **ours}
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)
+        silent = [one for one in self._others() if answers.get(one.name) == SILENT]
+        told(fault, silent, 0.0)  # a frozen rank reads it when it wakes
 
     def _host_of_lost_store(self) -> tuple[list[str], str] | None:
         """If the job's store is lost, return the name of the process that hosts it, and the reason; otherwise None."""

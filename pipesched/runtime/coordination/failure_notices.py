@@ -6,11 +6,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, State
 
-__all__ = ["LONGEST", "Address", "Fault", "told"]
+__all__ = ["LONGEST", "Address", "Fault", "asked_of", "told"]
 
 LONGEST = 1 << 16  # the maximum size of a message, in bytes
 
@@ -54,8 +54,27 @@ def told(
         until: a function that ends the wait early by returning True. Default: always returns False.
 
     """
-    said = json.dumps(fault).encode() + b"\n"
-    calls = [_NoticeCall(address, address.word.encode() + said) for address in listeners]
+    answers: dict[str, State | str] = {}
+    for address, reply in _calls(fault, listeners, patience_s, until):
+        answer: State | str = reply if isinstance(reply, str) else SILENT
+        with suppress(TypeError):
+            answer = State(*reply) if isinstance(reply, list) else answer
+        answers[address.name] = max(answers.get(address.name, ENDED), answer, key=_certainty)
+    return answers
+
+
+def asked_of(address: Address, question: dict[str, Any], patience_s: float) -> Any:
+    """Ask a rank's alarm a question; return the reply, or ENDED or SILENT."""
+    ((_, reply),) = _calls(question, [address], patience_s)
+    return reply
+
+
+def _calls(
+    said: Any, listeners: Sequence[Address], patience_s: float, until: Callable[[], bool] = lambda: False
+) -> list[tuple[Address, Any]]:
+    """Send a message to other ranks; return each rank's decoded reply, or ENDED or SILENT."""
+    line = json.dumps(said).encode() + b"\n"
+    calls = [_NoticeCall(address, address.word.encode() + line) for address in listeners]
     end_s = time.monotonic() + patience_s
     with selectors.DefaultSelector() as selector:
         for call in calls:
@@ -63,12 +82,7 @@ def told(
         while selector.get_map() and time.monotonic() < end_s and not until():
             for key, _ in selector.select(0.05):
                 key.data.go_on(selector)
-    answers: dict[str, State | str] = {}
-    for call in calls:
-        answer = call.end()
-        name = call.address.name
-        answers[name] = max(answers.get(name, ENDED), answer, key=_certainty)
-    return answers
+    return [(call.address, call.end()) for call in calls]
 
 
 def _certainty(answer: State | str) -> int:
@@ -110,9 +124,9 @@ class _NoticeCall:
             selector.unregister(self._socket)
             self._answer = ENDED
 
-    def end(self) -> State | str:
-        """Close the socket; return the rank's reply: its State, ENDED or SILENT."""
+    def end(self) -> Any:
+        """Close the socket; return the rank's decoded reply, or ENDED or SILENT."""
         self._socket.close()
-        with suppress(ValueError, TypeError):
-            return State(*json.loads(self._read))
+        with suppress(ValueError):
+            return json.loads(self._read)
         return self._answer

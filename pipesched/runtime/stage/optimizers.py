@@ -20,7 +20,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
-__all__ = ["NO_SETTINGS", "Inheritance", "NumberedGroup", "follow", "near", "optimizers_for", "regroup"]
+__all__ = ["NO_SETTINGS", "Inheritance", "NumberedGroup", "follow", "near", "optimizers_for", "regroup", "settings_of"]
 
 _Group = dict[str, Any]
 NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
@@ -207,10 +207,10 @@ def _inherit_settings(new: Optimizer, old: Mapping[nn.Parameter, _OptimizerEntry
     for group in new.param_groups:
         before = [old[parameter].group for parameter in group["params"] if parameter in old]
         if before and all(_same_settings(before[0], other) for other in before):
-            group.update(_settings(before[0]))
+            group.update(settings_of(before[0]))
 
 
-def _settings(group: _Group) -> _Group:
+def settings_of(group: _Group) -> _Group:
     """Return copies of the settings of a group."""
     own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
@@ -236,7 +236,7 @@ def _regrouped(
         fitting = [at for at, group in enumerate(groups) if group is own or _same_settings(group, own)]
         at = number if number in fitting else next(iter(fitting), len(groups))
         if at == len(groups):
-            groups.append(_settings(own))
+            groups.append(settings_of(own))
             taken.append([])
         taken[at].append(parameter)
     names = {

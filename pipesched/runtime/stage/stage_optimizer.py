@@ -1,6 +1,6 @@
 """Stage optimizer: updates the parameters of one stage, during the run or after it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,8 @@ class StageOptimizer:
         self.rules: GradientRules | None = None
         #: The decision of the last update; None without rules, and before the first update.
         self.verdict: Verdict | None = None
+        #: Called before the optimizer runs, with whether the update is skipped.
+        self.before_step: Callable[[bool], None] | None = None
         self._waiting = False
 
     @property
@@ -99,7 +101,10 @@ class StageOptimizer:
                 divided = [] if self.sharded is None else self.sharded.divided
                 self.rules.prepare([*self.parameters, *divided], self.verdict)
             optimizer = self.wrapped if self.sharded is None else self.sharded
-            if self.verdict is None or not self.verdict.skips:
+            skips = self.verdict is not None and self.verdict.skips
+            if self.before_step is not None:
+                self.before_step(skips)
+            if not skips:
                 optimizer.step()
             optimizer.zero_grad()
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):

@@ -22,6 +22,7 @@ _TRADES = (
     "statistics",
     DEALT,
     "the state of a run",
+    "copies of states",
 )
 _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 

@@ -1,0 +1,348 @@
+"""Redundancy: keeps the state of each rank in a second place, so that a job goes on if a rank is lost.
+
+After each step, a rank sends the gradients of its stages to its neighbour, which runs the updates again on its copy of
+the rank's state. With several replicas nothing is sent, because the other replicas hold the same state. All this happens
+in a thread of its own while the next step runs.
+
+Why the survivors always find a common version. A version is a number of steps. A rank is at version k before its updates
+of step k, and at k + 1 after them. It keeps its state of version k until the commit of step k: by then all ranks have
+finished step k, and all gradients of the step have arrived at the neighbours. So as long as a rank may have to go back
+to version k, every rank can. After the commit every rank, and every copy, can be at version k + 1. A rank updates its
+weights in step k + 1 only after it has kept version k + 1, so the state that it keeps is never the one that changes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipesched.elastic.state_copy import (
+    GroupState,
+    OptimizerState,
+    RankState,
+    RankUpdate,
+    StateCopy,
+    bare,
+    rank_state,
+    settings_of_groups,
+)
+from pipesched.model.named_parameters import NamedParameters
+from pipesched.runtime.connected_rank import ConnectedRank
+from pipesched.runtime.reductions.collective_lane import CollectiveLane
+from pipesched.runtime.stage.optimizers import settings_of
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.stage_optimizer import StageOptimizer
+from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.rank_exchange import Exchange
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.saved_run import CheckpointPart
+from pipesched.tensors.torch_functions import version_of
+
+__all__ = ["KeptStates", "Redundancy", "SettingsChange"]
+
+_COPIES = "copies of states"  # the name of the connections
+
+
+@dataclass
+class KeptStates:
+    """The states that a rank holds for the case that a rank is lost. They outlive the connections."""
+
+    #: This rank's state from before the step under way.
+    own: StateCopy
+    #: The state of the rank whose copy this rank holds.
+    neighbour: StateCopy
+    #: An update or a new state of the neighbour that has arrived, and the version to which it leads.
+    arrived: tuple[RankUpdate | RankState, int] | None = None
+    #: The layers of this rank's and of the neighbour's stages.
+    own_layers: Sequence[str] = ()
+    neighbour_layers: Sequence[str] = ()
+
+    @property
+    def neighbour_versions(self) -> list[int]:
+        """The versions at which the neighbour's state can be."""
+        version = self.neighbour.version
+        later = [self.arrived[1]] if self.arrived is not None and self.arrived[1] - 1 == version else []
+        return [] if version is None else [version, *later]
+
+    def take_arrived(self) -> None:
+        """Bring the copy of the neighbour to the version to which the update that has arrived leads."""
+        if self.arrived is None:
+            return
+        change, version = self.arrived
+        self.arrived = None
+        if isinstance(change, RankState):
+            self.neighbour.load(change, version)
+        else:
+            self.neighbour.replay(change, version)
+
+
+class SettingsChange(NamedTuple):
+    """A change of the settings of a parameter group."""
+
+    number: int
+    before: dict[str, Any]
+    now: dict[str, Any]
+
+
+@dataclass
+class _Step:
+    """What a step adds to the state of a rank."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    #: The number of in-place changes of each gradient before its update.
+    versions: list[int] = field(default_factory=list)
+    updated: list[int] = field(default_factory=list)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient with which an optimizer is about to be called."""
+        self.gradients[name] = gradient
+        self.versions.append(version_of(gradient))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no optimizer has written to a gradient."""
+        return self.versions == [version_of(gradient) for gradient in self.gradients.values()]
+
+
+class Redundancy:
+    """Keeps copies of the states of this rank and of its neighbour. The constructor is collective.
+
+    Args:
+        connected: this rank, connected to the other ranks.
+        make: the user's function, which creates an optimizer.
+        kept: states that this rank holds already. Default: none.
+
+    """
+
+    def __init__(
+        self,
+        connected: ConnectedRank,
+        make: Callable[[list[Any]], Optimizer],
+        kept: KeptStates | None = None,
+    ) -> None:
+        self._connected = connected
+        self._make = make
+        self._device = torch.device("cpu")
+        self.kept = kept or self._empty()
+        self._holder: int | None = None
+        self._owner: int | None = None
+        self._optimizers: dict[int, StageOptimizer] = {}
+        self._run: LiveRun
+        self._known: Any = None
+        self._settings: Any = None
+        self._step = _Step()
+        #: The version of this rank's own tensors; None while they are updated.
+        self._live: int | None = None
+        self._version = 0
+        self._layers: Sequence[str] = ()
+        self._lane = CollectiveLane(self._device)
+        self._exchange: Exchange | None = None
+        self._job = self._lane.start(self._connect)
+
+    def _empty(self) -> KeptStates:
+        return KeptStates(own=StateCopy(self._bare), neighbour=StateCopy(partial(_made, self._make)))
+
+    def use(self, stages: Mapping[int, Stage], run: LiveRun, layers: Sequence[Sequence[str]], step: int) -> None:
+        """Keep copies of the states of other stages from now on, and begin a step. Collective.
+
+        What is kept so far stays until all ranks hold the new copies.
+
+        Args:
+            stages: the stages of this process.
+            run: the state of the run. Its tensors are those of the stages.
+            layers: the layers of each rank of the pipeline.
+            step: the number of steps so far.
+
+        """
+        self.wait()
+        self._run = run
+        self._optimizers = {index: stage.optimizer for index, stage in stages.items()}
+        for index, optimizer in self._optimizers.items():
+            optimizer.before_step = partial(self._before_update, index)
+        grid = self._connected.grid
+        row, position = grid.pipeline, grid.position
+        alone = len(grid.rows) > 1 or len(row) == 1  # the other replicas hold the same state
+        self._holder, self._owner = (None, None) if alone else (row[(position + 1) % len(row)], row[position - 1])
+        self._live = step
+        self._layers = layers[position]
+        self._step = _Step()
+        self._known = self._fingerprint()
+        state = rank_state(run, self._optimizers, run.buffers)
+        self._settings = settings_of_groups(state)
+        neighbour = () if self._owner is None else layers[position - 1]
+        self._job = self._lane.start(partial(self._copy_anew, state, neighbour, step))
+
+    def _bare(self, stage: int, _: NamedParameters) -> Optimizer:
+        optimizer = self._optimizers[stage].wrapped
+        assert optimizer is not None
+        return bare(optimizer)
+
+    # ---- on the rank's own thread ----------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Begin a step: send what the user has changed since the last one, such as learning rates."""
+        self._live = step
+        self._step = _Step()
+        fingerprint = self._fingerprint()
+        state = None
+        if fingerprint != self._known:
+            state = rank_state(self._run, self._optimizers, self._run.buffers)
+            settings = settings_of_groups(state)
+        else:
+            settings = _settings(self._optimizers)
+        if state is None and settings == self._settings:
+            settings = {}
+        else:
+            self._settings = settings
+        self._known = fingerprint
+        self._job = self._lane.start(partial(self._send_changes, state, settings, step))
+
+    def wait(self) -> None:
+        """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost."""
+        self._job.wait(self._connected.check_peers)
+
+    def _before_update(self, stage: int, skips: bool) -> None:
+        """Called before the optimizer of a stage runs, with complete gradients."""
+        if self._live is not None:
+            self.wait()
+            self._live, self._version = None, self._live
+        if skips:
+            return
+        self._step.updated.append(stage)
+        names = self._run.names
+        for parameter in self._optimizers[stage].parameters:
+            if parameter.grad is not None:
+                self._step.add(names[id(parameter)], parameter.grad)
+
+    def finish(self) -> None:
+        """End a step whose result this rank has: send its gradients, and keep the new state."""
+        if self._live is not None:  # a rank without stages updates nothing
+            self._version = self._live
+        self._live = version = self._version + 1
+        buffers = {name: buffer.detach().clone() for name, buffer in self._run.buffers.items()}
+        state = rank_state(self._run, self._optimizers, buffers)
+        update = RankUpdate(self._step.gradients, self._step.updated, buffers)
+        change = update if self._step.is_intact else state
+        self._known = self._fingerprint()
+        self._job = self._lane.start(partial(self._commit, change, state, version))
+        self._step = _Step()
+
+    # ---- after a loss ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until the lane's jobs have ended, with or without an error."""
+        self._lane.start(_nothing).wait(_nothing)
+
+    def held_layers(self, *, live: bool) -> list[tuple[list[str], list[int]]]:
+        """Return the layers whose states this rank holds, with the versions at which these can be.
+
+        ``live`` states whether this rank's own tensors are whole.
+        """
+        kept = self.kept
+        own = [] if kept.own.version is None else [kept.own.version]
+        now = [self._live] if live and self._live is not None else []
+        held = [(kept.own_layers, own), (kept.neighbour_layers, kept.neighbour_versions), (self._layers, now)]
+        return [(list(layers), versions) for layers, versions in held if layers and versions]
+
+    def parts(self, version: int, run: LiveRun) -> list[CheckpointPart]:
+        """Return what this rank holds of the state at a version."""
+        kept = self.kept
+        if kept.own.version != version and self._live == version:
+            kept.own.load(rank_state(self._run, self._optimizers, self._run.buffers), version)
+            kept.own_layers = self._layers
+        if kept.neighbour.version != version and version in kept.neighbour_versions:
+            kept.take_arrived()
+        return [part for one in (kept.own, kept.neighbour) if one.version == version for part in one.parts(run)]
+
+    def settings_changes(self) -> list[SettingsChange]:
+        """Return how the user has changed the settings of parameter groups since this rank's state was kept."""
+        kept = self.kept.own.settings()
+        now = _settings(self._optimizers)
+        return [
+            SettingsChange(number, before, after)
+            for index in kept.keys() & now.keys()
+            for number, (before, after) in enumerate(zip(kept[index], now[index], strict=False))
+            if before != after
+        ]
+
+    def end(self) -> None:
+        """Let the lane end once its job has ended."""
+        self._lane.close()
+
+    def _fingerprint(self) -> list[Any]:
+        """Return what changes if the user changes weights, buffers or states between two steps."""
+        tensors: list[Tensor] = [*self._run.parameters.values(), *self._run.buffers.values()]
+        for stage in self._optimizers.values():
+            if stage.wrapped is not None:
+                for state in stage.wrapped.state.values():
+                    tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        flags = [parameter.requires_grad for parameter in self._run.parameters.values()]
+        return [*flags, *((id(tensor), version_of(tensor)) for tensor in tensors)]
+
+    # ---- in the lane -----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        wire = self._connected.connect_beside(_COPIES, Encoding((RankState, RankUpdate, OptimizerState, GroupState)))
+        ranks = range(self._connected.num_ranks)
+        self._exchange = Exchange(wire, self._connected.rank, ranks, self._device)
+
+    def _sent(self, value: Any) -> Any:
+        """Send a value to the rank that holds this rank's copy. Return the value of the rank whose copy is here."""
+        if self._holder is None or self._owner is None:
+            return None
+        assert self._exchange is not None
+        return self._exchange.trade(_COPIES, {self._holder: value}, [self._owner])[self._owner]
+
+    def _copy_anew(self, state: RankState, neighbour_layers: Sequence[str], version: int) -> None:
+        kept = self._empty()
+        kept.own_layers, kept.neighbour_layers = self._layers, neighbour_layers
+        kept.own.load(state, version)
+        arrived = self._sent(state)
+        if arrived is not None:
+            kept.neighbour.load(arrived, version)
+        assert self._exchange is not None
+        self._exchange.all_values(b"")
+        self.kept = kept
+
+    def _send_changes(self, state: RankState | None, settings: Mapping[int, Sequence[Any]], step: int) -> None:
+        arrived = self._sent((state, settings))
+        _change(self.kept.own, state, settings, step)
+        if arrived is not None:
+            _change(self.kept.neighbour, *arrived, step)
+
+    def _commit(self, change: RankUpdate | RankState, state: RankState, version: int) -> None:
+        arrived = self._sent(change)
+        if arrived is not None:
+            self.kept.arrived = arrived, version
+        assert self._exchange is not None
+        self._exchange.all_values(b"")
+        self.kept.own.load(state, version)
+        self.kept.take_arrived()
+
+
+def _change(copy: StateCopy, state: RankState | None, settings: Mapping[int, Sequence[Any]], step: int) -> None:
+    """Bring to a copy what the user has changed before a step."""
+    if state is not None:
+        copy.load(state, step)
+    elif settings:
+        copy.set_settings(settings)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _made(make: Callable[[list[Any]], Optimizer], stage: int, parameters: NamedParameters) -> Optimizer:
+    return make(parameters)
+
+
+def _settings(optimizers: Mapping[int, StageOptimizer]) -> dict[int, list[dict[str, Any]]]:
+    return {
+        index: [settings_of(group) for group in stage.wrapped.param_groups]
+        for index, stage in optimizers.items()
+        if stage.wrapped is not None
+    }

@@ -1,0 +1,220 @@
+"""Survivors: after a loss, the ranks that live agree on who goes on, and from which version of their states.
+
+The lowest rank that lives leads. The others ask it over the connections of the failure alarm, which need no store, until
+it has decided. If it does not live either, they ask the next one. A decision is final: each rank that knows it answers
+with it, so a rank that was frozen, and wakes later, learns that the others have gone on without it.
+"""
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch import distributed
+
+from pipesched.errors import RankLost
+from pipesched.runtime.coordination.failure_alarm import Alarm
+from pipesched.runtime.coordination.failure_notices import asked_of
+from pipesched.runtime.coordination.rank_activity import ENDED, SILENT
+from pipesched.runtime.transport.sockets import own_host
+from pipesched.units import counted
+
+__all__ = ["Decision", "HeldLayers", "Report", "Survivors", "common_version"]
+
+_PATIENCE_S = 2.0  # a rank whose alarm does not answer for this long counts as lost
+_GLANCE_S = 0.3  # how long a rank that is known to be lost may take to answer after all
+_PAUSE_S = 0.02
+
+
+class HeldLayers(NamedTuple):
+    """Layers whose state a rank holds, and the versions at which it can be."""
+
+    layers: list[str]
+    versions: list[int]
+
+
+class Report(NamedTuple):
+    """What a rank reports to the one that leads."""
+
+    held: list[HeldLayers]
+    #: The number of steps that have returned on this rank.
+    returned: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Who goes on, and from which state."""
+
+    #: The ranks that go on, in ascending order. Their new numbers are their places in this list.
+    members: Sequence[int]
+    #: The version of the state from which they go on; None if none is complete.
+    version: int | None
+    #: The host and the port of the store over which the ranks connect anew.
+    host: str
+    port: int
+    #: Why the ranks cannot go on; empty if they can.
+    refusal: str = ""
+
+
+def common_version(reports: Mapping[int, Report], layers: Collection[str]) -> int | None:
+    """Return the latest version at which the state of all layers is held, and that no rank has passed; None if none is.
+
+    A rank that waits in step k must run it, so no version above k will do.
+    """
+    limit = min(report.returned for report in reports.values())
+    every = [held for report in reports.values() for held in report.held]
+    candidates = {version for held in every for version in held.versions if version <= limit}
+    for version in sorted(candidates, reverse=True):
+        covered = {layer for held in every if version in held.versions for layer in held.layers}
+        if covered.issuperset(layers):
+            return version
+    return None
+
+
+def may_go_on(members: Collection[int], silent: Collection[int]) -> bool:
+    """Return whether these ranks may go on, although others may live on the other side of a broken link.
+
+    The larger side goes on; of equal sides, the one with the lowest rank.
+    """
+    return len(members) > len(silent) or (len(members) == len(silent) and min(members) < min(silent))
+
+
+@dataclass
+class _Known:
+    """What a rank's alarm knows, and answers. The alarm's thread and the rank's own thread share it."""
+
+    #: The reports of other ranks, keyed by attempt and rank.
+    reports: dict[tuple[int, int], Report] = field(default_factory=dict)
+    #: The decisions, keyed by attempt.
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer a question of another rank."""
+        attempt = question.get("attempt", 0)
+        with self.lock:
+            if "report" in question:
+                held, returned = question["report"]
+                self.reports[attempt, question["rank"]] = Report([HeldLayers(*one) for one in held], returned)
+            decision = self.decisions.get(attempt)
+            return {"decision": None if decision is None else vars(decision)}
+
+
+class Survivors:
+    """The ranks that live after a loss, as this rank sees them.
+
+    Args:
+        alarm: the failure alarm of the pipeline.
+        store: the store of the old process group; its address tells by which address this host is reached.
+        layers: the names of all layers.
+        timeout_s: how long to wait for a rank that lives, in seconds.
+
+    """
+
+    def __init__(self, alarm: Alarm, store: Any, layers: Collection[str], timeout_s: float) -> None:
+        self._alarm = alarm
+        self._old_store = store
+        self._layers = layers
+        self._timeout_s = timeout_s
+        self._known = _Known()
+        self._attempt = -1
+        self._lost: set[int] = set()
+        self._silent: set[int] = set()
+        #: The store that this rank hosts, if it leads.
+        self.store: Any = None
+
+    def agree(self, report: Report) -> Decision:
+        """Return what the survivors have decided. Every survivor must call this, again after each further loss.
+
+        Raises RankLost if this rank does not go on.
+        """
+        self._attempt += 1
+        self._known.reports[self._attempt, self._alarm.rank] = report
+        self._alarm.answer_with(self._known.answer)
+        self._check_blamed()
+        self._look_for_blamed()
+        end_s = time.monotonic() + self._timeout_s
+        while (leader := min(self._alive())) != self._alarm.rank:
+            decision = self._asked(leader, report, end_s)
+            if decision is not None:
+                return self._taken(decision)
+        return self._taken(self._led(end_s))
+
+    def _alive(self) -> list[int]:
+        return [rank for rank in range(len(self._alarm.addresses)) if rank not in self._lost]
+
+    def _check_blamed(self) -> None:
+        fault = self._alarm.fault
+        if fault is not None and fault.settled and fault.who == self._alarm.name:
+            raise RankLost(
+                f"a rank that the others have given up must not go on; {fault}; the others go on without "
+                f"{self._alarm.name}; end this process"
+            )
+
+    def _look_for_blamed(self) -> None:
+        """Find out whether the rank to blame has ended, or does not answer."""
+        fault = self._alarm.fault
+        names = [] if fault is None else fault.who.split(", ")
+        for rank, address in enumerate(self._alarm.addresses):
+            if address.name in names:
+                self._lose(rank, asked_of(address, {}, _GLANCE_S))
+
+    def _lose(self, rank: int, answer: Any) -> None:
+        self._lost.add(rank)
+        if answer == SILENT:
+            self._silent.add(rank)
+
+    def _asked(self, leader: int, report: Report, end_s: float) -> Decision | None:
+        """Ask the leader once; return its decision, or None if there is none yet or if the leader is lost."""
+        address = self._alarm.addresses[leader]
+        question = {"attempt": self._attempt, "rank": self._alarm.rank, "report": report}
+        answer = asked_of(address, question, _PATIENCE_S)
+        if answer in (ENDED, SILENT) or time.monotonic() > end_s:
+            self._lose(leader, answer)
+            return None
+        found = answer.get("decision")
+        if found is None:
+            time.sleep(_PAUSE_S)
+            return None
+        return Decision(**found)
+
+    def _led(self, end_s: float) -> Decision:
+        """Lead: wait for the reports of all ranks that live, and decide."""
+        reports = self._known.reports
+        while missing := [rank for rank in self._alive() if (self._attempt, rank) not in reports]:
+            for rank in missing:
+                answer = asked_of(self._alarm.addresses[rank], {}, _PATIENCE_S)
+                if answer in (ENDED, SILENT) or time.monotonic() > end_s:
+                    self._lose(rank, answer)
+            time.sleep(_PAUSE_S)
+        members = self._alive()
+        version = common_version({rank: reports[self._attempt, rank] for rank in members}, self._layers)
+        host = own_host(self._old_store)
+        self.store = distributed.TCPStore(
+            host, 0, None, True, timedelta(seconds=self._timeout_s), wait_for_workers=False
+        )
+        refusal = "" if may_go_on(members, self._silent) else self._cut_off(members)
+        decision = Decision(members=members, version=version, host=host, port=self.store.port, refusal=refusal)
+        return decision
+
+    def _cut_off(self, members: Sequence[int]) -> str:
+        silent = ", ".join(self._alarm.addresses[rank].name for rank in sorted(self._silent))
+        return (
+            f"only the larger part of the ranks may go on, because the others may live behind a broken link; "
+            f"{counted(len(members), 'rank')} can be reached, and {silent} cannot"
+        )
+
+    def _taken(self, decision: Decision) -> Decision:
+        """Record a decision, so that this rank answers with it, and return it."""
+        with self._known.lock:
+            self._known.decisions[self._attempt] = decision
+        if self._alarm.rank not in decision.members:
+            raise RankLost(
+                f"a rank that the others have given up must not go on; ranks {list(decision.members)} go on without "
+                f"{self._alarm.name}; end this process"
+            )
+        if decision.refusal:
+            raise RankLost(f"{decision.refusal}; {self._alarm.name} ends; start the job again from the last checkpoint")
+        return decision

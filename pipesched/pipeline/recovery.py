@@ -1,0 +1,369 @@
+"""Recovery: lets the ranks that live go on after a loss, from the state before the step that was lost.
+
+The survivors agree on a version of the state, connect anew, divide the layers among themselves, and take over the state
+of the lost layers from its copies. They then run the steps after this version again. The results are bit-identical to
+those of a run that lost nobody.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, distributed
+from torch.optim import Optimizer
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipesched import schedules
+from pipesched.elastic.recovered import Recovered
+from pipesched.elastic.redundancy import Redundancy, SettingsChange
+from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors
+from pipesched.errors import ExecutionError, InputError, PipeschedError, RankLost
+from pipesched.pipeline.assembly import AssemblySpec
+from pipesched.pipeline.construction import check_idle_ranks, checked_programs
+from pipesched.pipeline.cost_model import CostModel
+from pipesched.pipeline.plan_switch import PlanSwitch
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.planning.pins import Pins
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.program_factory import ProgramFactory
+from pipesched.runtime.connected_rank import ConnectedRank
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
+from pipesched.runtime.microbatches import GivenBatch
+from pipesched.runtime.rank_grid import Axes, dims_of
+from pipesched.runtime.rank_host import RankHost, host_of_mesh
+from pipesched.runtime.stage.optimizers import settings_of
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.saved_run import CheckpointPart
+from pipesched.tensors.payload import pytree
+from pipesched.units import counted
+
+__all__ = ["KeptCall", "MeshOptions", "Recovery"]
+
+_LOG = logging.getLogger(__name__)
+
+_KEPT_CALLS = 2  # a step may have to run again after the next one has begun
+
+
+class _LostForGood(RankLost):  # noqa: N818  as its parent
+    """A loss after which the job cannot go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The user's options for the ranks of a mesh."""
+
+    axes: Axes | None
+    intra_op_threads: int
+    reduction_order: ReductionOrder
+    #: Whether a step recovers from a loss by itself.
+    recovers: bool
+    #: The user's function, called after each recovery.
+    on_recovery: Callable[[Recovered], Any] | None
+
+
+class KeptCall(NamedTuple):
+    """A call of ``step`` that may have to run again."""
+
+    given: GivenBatch
+    options: Mapping[str, Any]
+
+    def copied(self) -> "KeptCall":
+        """Return a copy, because the caller may change its batch once a step has returned."""
+        return self._replace(given=pytree.tree_map_only(Tensor, torch.clone, self.given))
+
+
+class Recovery:
+    """Keeps a pipeline ready for the loss of a rank, and lets it go on after a loss.
+
+    Args:
+        running: the running plan; a recovery replaces its contents.
+        spec: the model and the user's options for its stages.
+        cost_model: the known costs of layers and devices.
+        switch: replaces the running plan.
+        live_run: the method of the pipeline that returns the state of the run under the running plan.
+        run_call: the method of the pipeline that runs a step.
+        mesh: the mesh of the ranks.
+        options: the options for the ranks of the mesh.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        running: RunningPlan,
+        spec: AssemblySpec,
+        cost_model: CostModel,
+        switch: PlanSwitch,
+        live_run: Callable[[], LiveRun],
+        run_call: Callable[..., Any],
+        mesh: DeviceMesh,
+        options: MeshOptions,
+    ) -> None:
+        self._running = running
+        self._spec = spec
+        self._cost_model = cost_model
+        self._switch = switch
+        self._live_run_of = WeakMethod(live_run)  # a pipeline that is dropped must end at once
+        self._run_call_of = WeakMethod(run_call)
+        #: The mesh of the ranks that run the pipeline.
+        self.mesh = mesh
+        self._options = options
+        self._redundancy: Redundancy | None = None
+        self._assembly: Any = None  # whose states are copied
+        self._survivors: Survivors | None = None
+        self._calls: dict[int, KeptCall] = {}
+        self._returned = running.step
+        self._is_whole = True
+        self._store: Any = None
+        self._connected.survives = True
+
+    @property
+    def _connected(self) -> ConnectedRank:
+        maker = self._running.host.maker
+        assert maker is not None
+        return maker.connected
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self, call: KeptCall) -> Any:
+        """Run a step. After a loss, recover and run it again if the user wishes that."""
+        while True:
+            try:
+                return self._stepped(call)
+            except RankLost as error:
+                if not self._options.recovers:
+                    raise
+                self.recover(error)
+
+    def _stepped(self, call: KeptCall) -> Any:
+        step = self._returned = self._running.step
+        self._calls = {known: own for known, own in self._calls.items() if known > step - _KEPT_CALLS}
+        self._calls[step] = call
+        with self._connected.stopping_all("a step"):
+            self._begin(step)
+        run_call = self._run_call_of()
+        assert run_call is not None  # the pipeline calls
+        result = run_call(call.given, **call.options)
+        with self._connected.stopping_all("a step"):
+            self._connected.finish_broadcast()
+        if self._redundancy is not None:
+            self._redundancy.finish()
+        self._returned = step + 1
+        self._calls[step] = call.copied()
+        return result
+
+    def _begin(self, step: int) -> None:
+        running = self._running
+        if running.host.grid.num_processes == 1:
+            return
+        if self._redundancy is None:
+            self._redundancy = Redundancy(self._connected, self._make)
+        if self._assembly is running.assembly:
+            self._redundancy.begin(step)
+        else:
+            self._assembly = running.assembly
+            self._redundancy.use(running.assembly.stages, self._live_run(), self._layers_of_ranks(), step)
+
+    def _layers_of_ranks(self) -> list[list[str]]:
+        """Return the layers of each rank of a replica."""
+        program = self._running.program
+        layers: list[list[str]] = [[] for _ in self._running.host.grid.pipeline]
+        for rank, names in zip(program.placement, self._running.cut, strict=False):
+            layers[rank] += names
+        return layers
+
+    def _live_run(self) -> LiveRun:
+        live_run = self._live_run_of()
+        assert live_run is not None  # the pipeline calls
+        return live_run()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A context in which the state changes as a whole, such as a load. What is kept must be complete before."""
+        if self._redundancy is not None:
+            with self._connected.stopping_all("a change of the state"):
+                self._redundancy.wait()
+        self._is_whole = False
+        yield
+        self._is_whole = True
+
+    def close(self) -> None:
+        """Let the alarm and the threads end."""
+        if self._redundancy is not None:
+            self._redundancy.end()
+
+    # ---- after a loss ----------------------------------------------------------------------------------------------
+
+    def recover(self, error: RankLost | None = None) -> Recovered:
+        """Go on with the ranks that live. Collective over the ranks that live.
+
+        Args:
+            error: the error that the loss has raised. Default: None.
+
+        Raises:
+            InputError: no rank is lost.
+            RankLost: the state of a layer is lost with all its copies, or this rank was given up.
+
+        """
+        if not self._connected.closed:
+            raise InputError(
+                f"recover() goes on after the loss of a rank; all {self._connected.num_ranks} ranks of this pipeline "
+                f"are connected; call it only after a RankLost error"
+            )
+        lost = 0
+        while True:
+            try:
+                return self._recovered()
+            except RankLost as again:
+                lost += 1
+                if isinstance(again, _LostForGood) or lost > self._connected.num_ranks:
+                    raise
+
+    def _recovered(self) -> Recovered:
+        begun_s = time.perf_counter()
+        connected, redundancy = self._connected, self._redundancy
+        if redundancy is None:
+            raise _LostForGood("a rank was lost before any state was copied; start the job again")
+        redundancy.settle()
+        if self._survivors is None:
+            layers = list(self._spec.layers)
+            self._survivors = Survivors(connected.alarm, connected.store, layers, connected.timeout_s)
+        survivors, waits_in = self._survivors, self._returned
+        decision = survivors.agree(self._report(redundancy))
+        names = [name for rank, name in enumerate(connected.grid.names) if rank not in decision.members]
+        step = decision.version
+        if step is None:
+            raise _LostForGood(
+                f"the state of each layer must be held by a rank that lives; {', '.join(names)} held the only copies "
+                f"of a layer; start the job again from the last checkpoint"
+            )
+        parts = redundancy.parts(step, self._live_run())
+        host = self._connect(decision, survivors.store, connected)
+        changes = [change for own in host.collectives.gathered_in_all(redundancy.settings_changes()) for change in own]
+        self._take_over(host, decision, parts, step)
+        self._survivors = None
+        self._redundancy = None
+        self._assembly = None
+        redundancy.end()
+        if host.grid.num_processes > 1:
+            self._redundancy = Redundancy(self._connected, self._make, redundancy.kept)
+        found = Recovered(
+            lost=names,
+            rank=host.grid.rank,
+            num_ranks=host.grid.num_processes,
+            replica=host.grid.replica,
+            num_replicas=len(host.grid.rows),
+            step=step,
+            seconds=time.perf_counter() - begun_s,
+        )
+        _LOG.info("recovered before step %d: %s", step, found)
+        for missed in range(step, waits_in):
+            self._stepped(self._calls[missed])
+        self._change_settings(changes)
+        if self._options.on_recovery is not None:
+            self._options.on_recovery(found)
+        return found
+
+    @property
+    def _make(self) -> Callable[[list[Any]], Optimizer]:
+        assert self._spec.optimizer is not None
+        return self._spec.optimizer
+
+    def _report(self, redundancy: Redundancy) -> Report:
+        """Return what this rank holds."""
+        held = redundancy.held_layers(live=self._is_whole and not self._switch.is_moving)
+        return Report([HeldLayers(*one) for one in held], self._returned)
+
+    def _connect(self, decision: Decision, store: Any, before: ConnectedRank) -> RankHost:
+        """Connect this rank to the others that go on, and make torch's default group and the mesh anew."""
+        limit = timedelta(seconds=before.timeout_s)
+        old = self._running.host
+        if old.sums is not None:
+            old.sums.close()
+        backend = distributed.get_backend_config()
+        distributed.destroy_process_group()
+        self._store = store or distributed.TCPStore(decision.host, decision.port, None, False, limit)
+        distributed.init_process_group(
+            backend,
+            store=self._store,
+            rank=decision.members.index(before.rank),
+            world_size=len(decision.members),
+            timeout=limit,
+        )
+        dims = dims_of(self.mesh, self._options.axes)
+        shape = [1] * self.mesh.ndim
+        num_replicas = self._num_replicas(len(decision.members))
+        shape[dims["pipeline"]] = len(decision.members) // num_replicas
+        if "replicate" in dims:
+            shape[dims["replicate"]] = num_replicas
+        self.mesh = init_device_mesh(self.mesh.device_type, tuple(shape), mesh_dim_names=self.mesh.mesh_dim_names)
+        host = host_of_mesh(
+            self.mesh,
+            self._options.intra_op_threads,
+            before.timeout_s,
+            before.grid.inputs,
+            self._options.axes,
+            self._options.reduction_order,
+            before.encoding,
+        )
+        assert host.maker is not None
+        host.maker.connected.survives = True
+        return host
+
+    def _num_replicas(self, num_ranks: int) -> int:
+        """Return the largest number of replicas that these ranks, and the micro-batches, can be divided into."""
+        before = len(self._running.host.grid.rows)
+        total = before * self._running.assembly.programs.num_microbatches
+        counts = (count for count in range(before, 0, -1) if num_ranks % count == 0 and total % count == 0)
+        return next(counts)
+
+    def _take_over(self, host: RankHost, decision: Decision, parts: Sequence[CheckpointPart], step: int) -> None:
+        """Divide the layers among the ranks that go on, and give each the state of its layers."""
+        cost_model, running = self._cost_model, self._running
+        slow = {decision.members.index(place): own for place, own in cost_model.slow.items() if place in decision.members}
+        total = len(running.host.grid.rows) * running.assembly.programs.num_microbatches
+        cost_model.slow = slow
+        cost_model.regroup(host.grid, self._spec.zero)
+        programs = self._programs(host, total // len(host.grid.rows))
+        pins = Pins(list(self._spec.layers), None, running.assembly.programs.request.together)
+        stage_cut = cost_model.cut_stages(host, pins, programs, None)
+        host.collectives.check_plan(programs.full.plain, (stage_cut.cut, repr(programs.checkpoint)))
+        self._switch.take_over(host.use(programs.num_ranks), programs, stage_cut, parts, step)
+        running.step = step
+        self._is_whole = True
+
+    def _programs(self, host: RankHost, num_microbatches: int) -> ProgramFactory:
+        """Return the programs of the present schedule for fewer ranks or, if it cannot have them, of 1f1b."""
+        programs = self._running.assembly.programs
+        failures = []
+        known = schedules.names()
+        for schedule in dict.fromkeys((programs.full.plain.name, "1f1b")):
+            if schedule not in known or schedule == "searched":
+                continue
+            request = PlanRequest(
+                schedule=schedule, num_microbatches=num_microbatches, checkpoint=programs.checkpoint
+            )
+            try:
+                found = checked_programs(request, host.grid, self._spec)
+                check_idle_ranks(self._spec, host.grid.use(found.num_ranks))
+            except PipeschedError as error:
+                failures.append(f"{schedule}: {error}")
+            else:
+                return found
+        raise ExecutionError(f"no schedule can run on {counted(len(host.grid.all_devices), 'rank')} ({failures})")
+
+    def _change_settings(self, changes: Sequence[SettingsChange]) -> None:
+        """Give the optimizers what the user has changed in settings such as learning rates since the last copy."""
+        for optimizer in self._running.assembly.optimizers.values():
+            for number, group in enumerate(optimizer.param_groups):
+                own = settings_of(group)
+                fitting = [change for change in changes if change.before == own]
+                best = next((change for change in fitting if change.number == number), next(iter(fitting), None))
+                if best is not None:
+                    group.update(best.now)
