@@ -210,7 +210,7 @@ class Redundancy:
         if self._live is not None:
             self.wait()
             self._live, self._version = None, self._live
-        if skips:
+        if skips or self._holder is None:
             return
         self._step.updated.append(stage)
         names = self._run.names

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, overload
@@ -298,7 +298,8 @@ class Pipeline(SavingInterface):
             )
             if distributed.redundancy is not None:
                 streams = self._running.assembly.programs.streams
-                check_redundancy(self._spec, self._running.host.grid, streams=streams)
+                told = distributed.on_recovery is not None or distributed.on_failure == "raise"
+                check_redundancy(self._spec, self._running.host.grid, streams=streams, is_told=told)
                 self._cost_model.layers = host.collectives.agreed(self._cost_model.measured)
             distributed.check_replan(
                 has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
@@ -362,8 +363,9 @@ class Pipeline(SavingInterface):
                 spec=self._spec,
                 cost_model=self._cost_model,
                 switch=switch,
+                run_step=self._run_step,
+                replan_if_due=self._replan_if_due,
                 live_run=self._live_run,
-                run_call=self._run_step,
                 mesh=mesh,
                 options=MeshOptions(
                     axes=axes,
@@ -373,6 +375,7 @@ class Pipeline(SavingInterface):
                     on_recovery=distributed.on_recovery,
                 ),
             )
+            self._recovery.begin()
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -476,11 +479,10 @@ class Pipeline(SavingInterface):
         options = {"metrics": metrics, "return_outputs": return_outputs, "gather": gather}
         if self._recovery is not None:
             return self._recovery.step(KeptCall(given, options))
+        self._replan_if_due()
         return self._run_step(given, **options)
 
     def _run_step(self, given: GivenBatch, *, metrics: Metrics | None, **wanted: bool) -> Any:
-        if self._replan_every and self._running.step and self._running.step % self._replan_every == 0:
-            self._replan_unasked()
         try:
             return self._steps.step(given, metrics, **wanted)
         except MISFITS as error:
@@ -834,11 +836,12 @@ class Pipeline(SavingInterface):
         self._running.host.collectives.enter("replan")
         self._replanner.begin()
         states = UserStates(optimizer=optimizer, scheduler=scheduler, extra=extra)
-        self._replanner.agree(plan, states, num_replicas=num_replicas, steps_left=steps_left, measure=measure)
-        if plan is None:
-            found = self._replanner.improve(steps_left, states, measure=measure)
-        else:
-            found = self._replanner.apply(plan, states, num_replicas)
+        with self._changing_state():
+            self._replanner.agree(plan, states, num_replicas=num_replicas, steps_left=steps_left, measure=measure)
+            if plan is None:
+                found = self._replanner.improve(steps_left, states, measure=measure)
+            else:
+                found = self._replanner.apply(plan, states, num_replicas)
         _LOG.info("replanned before step %d: %s", self._running.step, found)
         return found
 
@@ -874,9 +877,16 @@ class Pipeline(SavingInterface):
             )
         return self._recovery.recover()
 
-    def _replan_unasked(self) -> None:
+    def _changing_state(self) -> AbstractContextManager[None]:
+        """A context for a call that changes weights or states. After a loss within it, the state before counts."""
+        return nullcontext() if self._recovery is None else self._recovery.changing()
+
+    def _replan_if_due(self) -> None:
+        if not self._replan_every or not self._running.step or self._running.step % self._replan_every:
+            return
         self._replanner.begin()
-        found = self._replanner.improve(None, UserStates(), every=self._replan_every)
+        with self._changing_state():
+            found = self._replanner.improve(None, UserStates(), every=self._replan_every)
         _LOG.info("replanned before step %d: %s", self._running.step, found)
 
     @property

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
-import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.optim import Optimizer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipesched import schedules
+from pipesched.elastic.kept_calls import KeptCall, divided_anew, in_microbatches, of_replica
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import Redundancy, SettingsChange
 from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors
@@ -33,17 +33,18 @@ from pipesched.planning.pins import Pins
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.connected_rank import ConnectedRank
+from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
-from pipesched.runtime.microbatches import GivenBatch
 from pipesched.runtime.rank_grid import Axes, dims_of
 from pipesched.runtime.rank_host import RankHost, host_of_mesh
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
-from pipesched.tensors.payload import pytree
 from pipesched.units import counted
 
-__all__ = ["KeptCall", "MeshOptions", "Recovery"]
+__all__ = ["MeshOptions", "Recovery"]
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,17 +68,6 @@ class MeshOptions:
     on_recovery: Callable[[Recovered], Any] | None
 
 
-class KeptCall(NamedTuple):
-    """A call of ``step`` that may have to run again."""
-
-    given: GivenBatch
-    options: Mapping[str, Any]
-
-    def copied(self) -> "KeptCall":
-        """Return a copy, because the caller may change its batch once a step has returned."""
-        return self._replace(given=pytree.tree_map_only(Tensor, torch.clone, self.given))
-
-
 class Recovery:
     """Keeps a pipeline ready for the loss of a rank, and lets it go on after a loss.
 
@@ -86,8 +76,9 @@ class Recovery:
         spec: the model and the user's options for its stages.
         cost_model: the known costs of layers and devices.
         switch: replaces the running plan.
+        run_step: the method of the pipeline that runs a step.
+        replan_if_due: the method of the pipeline that looks for a faster plan before a step, if that is due.
         live_run: the method of the pipeline that returns the state of the run under the running plan.
-        run_call: the method of the pipeline that runs a step.
         mesh: the mesh of the ranks.
         options: the options for the ranks of the mesh.
 
@@ -100,8 +91,9 @@ class Recovery:
         spec: AssemblySpec,
         cost_model: CostModel,
         switch: PlanSwitch,
+        run_step: Callable[..., Any],
+        replan_if_due: Callable[[], None],
         live_run: Callable[[], LiveRun],
-        run_call: Callable[..., Any],
         mesh: DeviceMesh,
         options: MeshOptions,
     ) -> None:
@@ -109,8 +101,9 @@ class Recovery:
         self._spec = spec
         self._cost_model = cost_model
         self._switch = switch
-        self._live_run_of = WeakMethod(live_run)  # a pipeline that is dropped must end at once
-        self._run_call_of = WeakMethod(run_call)
+        self._run_step = _weak(run_step)
+        self._replan_if_due = _weak(replan_if_due)
+        self._live_run = _weak(live_run)
         #: The mesh of the ranks that run the pipeline.
         self.mesh = mesh
         self._options = options
@@ -118,6 +111,13 @@ class Recovery:
         self._assembly: Any = None  # whose states are copied
         self._survivors: Survivors | None = None
         self._calls: dict[int, KeptCall] = {}
+        #: The micro-batches of steps that run again with another number of replicas, keyed by step.
+        self._divided: dict[int, list[Any]] = {}
+        #: The step that only some ranks had begun with the batches of the old replicas.
+        self._late: int | None = None
+        #: The last step that a rank had begun when a rank was lost. No rank looks for another plan before it.
+        self._last_lost: int | None = None
+        self._past: list[Alarm] = []
         self._returned = running.step
         self._is_whole = True
         self._store: Any = None
@@ -129,17 +129,45 @@ class Recovery:
         assert maker is not None
         return maker.connected
 
+    def begin(self) -> None:
+        """Begin to copy states, so that a loss in the first step is covered. Collective."""
+        with self._connected.stopping_all("the construction of a pipeline"):
+            self._begin(self._running.step)
+
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, call: KeptCall) -> Any:
         """Run a step. After a loss, recover and run it again if the user wishes that."""
+        is_new = True  # whether the caller knows the present number of replicas
         while True:
             try:
+                if self._running.step != self._last_lost:
+                    self._replan_if_due()
+                call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
             except RankLost as error:
                 if not self._options.recovers:
                     raise
+                replicas = len(self._running.host.grid.rows)
                 self.recover(error)
+                is_new = is_new and replicas == 1
+
+    def _divided_call(self, call: KeptCall, *, is_new: bool) -> KeptCall:
+        """Return the call for the batch of this process's replica, which may have changed during the call.
+
+        ``is_new`` states whether the caller has passed the batch of this replica.
+        """
+        step, running = self._running.step, self._running
+        divided = None if is_new else self._divided.pop(step, None)
+        if self._late == step:
+            self._late = None
+            divided = of_replica(running.host, in_microbatches(call, running.splitter) if is_new else None)
+            if divided is None:
+                raise _LostForGood(
+                    f"a step can run again only if each replica has its batch; nobody has the batch of replica "
+                    f"{running.host.grid.replica} in step {step}; start the job again from the last checkpoint"
+                )
+        return call if divided is None else call.over(divided)
 
     def _stepped(self, call: KeptCall) -> Any:
         step = self._returned = self._running.step
@@ -147,9 +175,7 @@ class Recovery:
         self._calls[step] = call
         with self._connected.stopping_all("a step"):
             self._begin(step)
-        run_call = self._run_call_of()
-        assert run_call is not None  # the pipeline calls
-        result = run_call(call.given, **call.options)
+        result = self._run_step(call.given, **call.options)
         with self._connected.stopping_all("a step"):
             self._connected.finish_broadcast()
         if self._redundancy is not None:
@@ -178,11 +204,6 @@ class Recovery:
             layers[rank] += names
         return layers
 
-    def _live_run(self) -> LiveRun:
-        live_run = self._live_run_of()
-        assert live_run is not None  # the pipeline calls
-        return live_run()
-
     @contextmanager
     def changing(self) -> Iterator[None]:
         """A context in which the state changes as a whole, such as a load. What is kept must be complete before."""
@@ -190,13 +211,17 @@ class Recovery:
             with self._connected.stopping_all("a change of the state"):
                 self._redundancy.wait()
         self._is_whole = False
-        yield
-        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = not self._connected.closed
 
     def close(self) -> None:
-        """Let the alarm and the threads end."""
+        """Let the alarms and the threads end."""
         if self._redundancy is not None:
             self._redundancy.end()
+        for alarm in self._past:
+            alarm.end()
 
     # ---- after a loss ----------------------------------------------------------------------------------------------
 
@@ -244,7 +269,13 @@ class Recovery:
                 f"of a layer; start the job again from the last checkpoint"
             )
         parts = redundancy.parts(step, self._live_run())
+        old, splitter = self._running.host.grid, self._running.splitter
         host = self._connect(decision, survivors.store, connected)
+        self._last_lost = last = max(host.collectives.gathered_in_all(waits_in))
+        if len(old.rows) > 1:
+            calls = {known: in_microbatches(call, splitter) for known, call in self._calls.items() if known >= step}
+            self._divided = divided_anew(host, calls, old=old.replica, num_replicas=len(old.rows))
+            self._late = None if last in self._divided else last
         changes = [change for own in host.collectives.gathered_in_all(redundancy.settings_changes()) for change in own]
         self._take_over(host, decision, parts, step)
         self._survivors = None
@@ -263,8 +294,9 @@ class Recovery:
             seconds=time.perf_counter() - begun_s,
         )
         _LOG.info("recovered before step %d: %s", step, found)
+        self._past.append(connected.alarm)
         for missed in range(step, waits_in):
-            self._stepped(self._calls[missed])
+            self._stepped(self._divided_call(self._calls[missed], is_new=False))
         self._change_settings(changes)
         if self._options.on_recovery is not None:
             self._options.on_recovery(found)
@@ -320,8 +352,10 @@ class Recovery:
         """Return the largest number of replicas that these ranks, and the micro-batches, can be divided into."""
         before = len(self._running.host.grid.rows)
         total = before * self._running.assembly.programs.num_microbatches
-        counts = (count for count in range(before, 0, -1) if num_ranks % count == 0 and total % count == 0)
-        return next(counts)
+        counts = [count for count in range(before, 0, -1) if num_ranks % count == 0 and total % count == 0]
+        if self._options.reduction_order == "tree":
+            counts = [count for count in counts if count & (count - 1) == 0]
+        return counts[0]
 
     def _take_over(self, host: RankHost, decision: Decision, parts: Sequence[CheckpointPart], step: int) -> None:
         """Divide the layers among the ranks that go on, and give each the state of its layers."""
@@ -367,3 +401,15 @@ class Recovery:
                 best = next((change for change in fitting if change.number == number), next(iter(fitting), None))
                 if best is not None:
                     group.update(best.now)
+
+
+def _weak(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls a method without keeping its object: a pipeline that is dropped must end at once."""
+    of = WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> T:
+        own = of()
+        assert own is not None  # the object itself calls
+        return own(*args, **kwargs)
+
+    return call

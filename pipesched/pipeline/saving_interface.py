@@ -1,6 +1,7 @@
 """Saving interface: the methods of a pipeline that save and load checkpoints and weights."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -222,12 +223,16 @@ class SavingInterface(ModuleInterface):
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
         self._guard.check(changes=False)
         self._check_idle("load")
-        with self._whole_weights("load"):
+        with self._whole_weights("load"), self._changing_state():
             restored = load(self._live_run())
         self._guard.check(changes=True)
         self._running.step = restored.step
         self._running.seed = restored.seed
         return restored
+
+    def _changing_state(self) -> AbstractContextManager[None]:
+        """A context for a call that changes weights or states."""
+        return nullcontext()
 
     def _live_run(self) -> LiveRun:
         """Return the parts of this pipeline's state that a checkpoint contains. Finishes the steps under way first."""

@@ -11,16 +11,17 @@ from pipesched.runtime.rank_grid import RankGrid
 __all__ = ["check_redundancy"]
 
 
-def check_redundancy(spec: AssemblySpec, grid: RankGrid, *, streams: bool) -> None:
+def check_redundancy(spec: AssemblySpec, grid: RankGrid, *, streams: bool, is_told: bool) -> None:
     """Raise InputError if the pipeline cannot keep copies of its ranks' states.
 
     Args:
         spec: the model and the user's options for its stages.
         grid: the ranks.
         streams: whether the schedule's steps overlap.
+        is_told: whether the user's code is told of a recovery: by ``on_recovery=``, or because it recovers itself.
 
     """
-    reason, remedy = next(_obstacles(spec, grid, streams=streams), ("", ""))
+    reason, remedy = next(_obstacles(spec, grid, streams=streams, is_told=is_told), ("", ""))
     if reason:
         raise InputError(
             f"redundancy= lets the ranks of a mesh go on after the loss of a rank, from copies of their states; "
@@ -28,7 +29,9 @@ def check_redundancy(spec: AssemblySpec, grid: RankGrid, *, streams: bool) -> No
         )
 
 
-def _obstacles(spec: AssemblySpec, grid: RankGrid, *, streams: bool) -> Iterator[tuple[str, str]]:
+def _obstacles(
+    spec: AssemblySpec, grid: RankGrid, *, streams: bool, is_told: bool
+) -> Iterator[tuple[str, str]]:
     """Yield the reasons why states cannot be copied, each with its remedy."""
     if grid.in_one_process:
         yield "this pipeline runs in one process, whose loss is the loss of all ranks", "pass mesh="
@@ -48,6 +51,10 @@ def _obstacles(spec: AssemblySpec, grid: RankGrid, *, streams: bool) -> Iterator
         yield "wrap= has changed each stage as a whole, so its layers cannot move", "leave wrap= out"
     if spec.zero or grid.num_shards > 1:
         yield "replicas that divide states are no copies of each other", "pass zero=0 and axes= without 'shard'"
+    if len(grid.rows) > 1 and not is_told:
+        yield "a loss changes the replicas, so your data loader must divide its batches anew", "pass on_recovery="
+    if len(grid.rows) > 1 and len(grid.pipeline) == 1:
+        yield "each replica has only one rank, so its batch is lost with the rank", "use pipelines of several ranks"
     if any(device.type != "cpu" for device in grid.all_devices):
         yield "the copies are updated on the host, with other rounding than on a device", "train on CPUs"
     if grid.inputs == "first":
