@@ -7,14 +7,13 @@ their order over all replicas, so that the same micro-batches are added up.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.payload import pytree
 
-__all__ = ["KeptCall", "divided_anew", "in_microbatches", "of_replica"]
+__all__ = ["KeptCall", "divided_anew", "of_replica"]
 
 #: The inputs (args, kwargs) and the target of a micro-batch.
 _Parts = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -26,10 +25,23 @@ class KeptCall(NamedTuple):
     given: GivenBatch
     #: The other arguments.
     options: Mapping[str, Any]
+    #: Divides the batch.
+    splitter: Splitter
+    #: The replica whose batch this is, and the number of replicas.
+    replica: int
+    num_replicas: int
 
     def copied(self) -> "KeptCall":
         """Return a copy, because the caller may change its batch once a step has returned."""
         return self._replace(given=pytree.tree_map_only(Tensor, _clone, self.given))
+
+    def in_microbatches(self) -> list[_Parts]:
+        """Return the micro-batches."""
+        args, kwargs, target, microbatches = self.given
+        split = self.splitter
+        batch = split.batch(args, kwargs, target) if microbatches is None else split.as_given(microbatches)
+        targets = batch.targets or [None] * len(batch.inputs)
+        return [(*inputs, target) for inputs, target in zip(batch.inputs, targets, strict=True)]
 
     def over(self, microbatches: Sequence[_Parts]) -> "KeptCall":
         """Return the same call for other micro-batches."""
@@ -41,45 +53,38 @@ def _clone(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def in_microbatches(call: KeptCall, splitter: Splitter) -> list[_Parts]:
-    """Return the micro-batches of a call."""
-    args, kwargs, target, microbatches = call.given
-    with torch.no_grad():
-        batch = splitter.batch(args, kwargs, target) if microbatches is None else splitter.as_given(microbatches)
-    targets = batch.targets or [None] * len(batch.inputs)
-    return [(*inputs, target) for inputs, target in zip(batch.inputs, targets, strict=True)]
-
-
-def divided_anew(
-    host: RankHost, calls: Mapping[int, Sequence[_Parts]], *, old: int, num_replicas: int
-) -> dict[int, list[_Parts]]:
+def divided_anew(host: RankHost, calls: Mapping[int, KeptCall]) -> dict[int, list[_Parts]]:
     """Exchange batches, and return the micro-batches of this process's new replica for each step. Collective.
 
     A step is left out if no rank that lives has the batch of one of the old replicas.
 
     Args:
         host: the ranks that go on.
-        calls: the micro-batches of this process's old replica, keyed by step.
-        old: the index of the old replica of this process.
-        num_replicas: the number of old replicas.
+        calls: the calls of this process, keyed by step.
 
     """
     grid, gather = host.grid, host.collectives.gathered_in_all
     first: dict[tuple[int, int], int] = {}
-    for process, (replica, steps) in enumerate(gather((old, sorted(calls)))):
-        for step in steps:
-            first.setdefault((replica, step), process)
-    own = {step: list(parts) for step, parts in calls.items() if first[old, step] == grid.rank}
-    batches = {
-        (replica, step): parts for replica, given in gather((old, own)) for step, parts in given.items()
-    }
+    for process, known in enumerate(gather([(step, call.replica) for step, call in calls.items()])):
+        for place in known:
+            first.setdefault(tuple(place), process)
+    own = [
+        (step, call.replica, call.num_replicas, call.in_microbatches())
+        for step, call in calls.items()
+        if first[step, call.replica] == grid.rank
+    ]
+    found: dict[int, dict[int, list[_Parts]]] = {}
+    counts: dict[int, int] = {}
+    for given in gather(own):
+        for step, replica, num_replicas, parts in given:
+            found.setdefault(step, {})[replica] = parts
+            counts[step] = num_replicas
     divided: dict[int, list[_Parts]] = {}
-    for step in sorted({step for _, step in first}):
-        whole = [batches[replica, step] for replica in range(num_replicas) if (replica, step) in batches]
-        if len(whole) == num_replicas:
-            parts = [part for own_parts in whole for part in own_parts]
-            size = len(parts) // len(grid.rows)
-            divided[step] = parts[size * grid.replica : size * (grid.replica + 1)]
+    for step, by_replica in found.items():
+        if len(by_replica) == counts[step]:
+            every = [part for replica in sorted(by_replica) for part in by_replica[replica]]
+            size = len(every) // len(grid.rows)
+            divided[step] = every[size * grid.replica : size * (grid.replica + 1)]
     return divided
 
 

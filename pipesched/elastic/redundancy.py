@@ -25,6 +25,7 @@ from pipesched.elastic.state_copy import (
     OptimizerState,
     RankState,
     RankUpdate,
+    Settings,
     StateCopy,
     bare,
     rank_state,
@@ -81,8 +82,10 @@ class KeptStates:
 
 
 class SettingsChange(NamedTuple):
-    """A change of the settings of a parameter group."""
+    """A change of the settings of a parameter group before a step."""
 
+    step: int
+    #: The number of the group among those of its optimizer.
     number: int
     before: dict[str, Any]
     now: dict[str, Any]
@@ -133,11 +136,14 @@ class Redundancy:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._run: LiveRun
         self._known: Any = None
-        self._settings: Any = None
+        #: The settings of this rank's parameter groups in the last steps, keyed by step.
+        self._settings: dict[int, Settings] = {}
         self._step = _Step()
         #: The version of this rank's own tensors; None while they are updated.
         self._live: int | None = None
         self._version = 0
+        #: Whether a recovery has begun to change this rank's own tensors.
+        self.is_frozen = False
         self._layers: Sequence[str] = ()
         self._lane = CollectiveLane(self._device)
         self._exchange: Exchange | None = None
@@ -172,7 +178,7 @@ class Redundancy:
         self._step = _Step()
         self._known = self._fingerprint()
         state = rank_state(run, self._optimizers, run.buffers)
-        self._settings = settings_of_groups(state)
+        self._settings = dict.fromkeys((step - 1, step), settings_of_groups(state))
         neighbour = () if self._owner is None else layers[position - 1]
         self._job = self._lane.start(partial(self._copy_anew, state, neighbour, step))
 
@@ -190,16 +196,12 @@ class Redundancy:
         fingerprint = self._fingerprint()
         state = None
         if fingerprint != self._known:
+            self._known = fingerprint
             state = rank_state(self._run, self._optimizers, self._run.buffers)
-            settings = settings_of_groups(state)
-        else:
-            settings = _settings(self._optimizers)
-        if state is None and settings == self._settings:
-            settings = {}
-        else:
-            self._settings = settings
-        self._known = fingerprint
-        self._job = self._lane.start(partial(self._send_changes, state, settings, step))
+        settings = _settings(self._optimizers)
+        change = None if settings == self._settings.get(step - 1) else settings
+        self._settings = {known: own for known, own in self._settings.items() if known >= step - 2} | {step: settings}
+        self._job = self._lane.start(partial(self._send_changes, state, change, step))
 
     def wait(self) -> None:
         """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost."""
@@ -244,7 +246,7 @@ class Redundancy:
         """
         kept = self.kept
         own = [] if kept.own.version is None else [kept.own.version]
-        now = [self._live] if live and self._live is not None else []
+        now = [self._live] if live and self._live is not None and not self.is_frozen else []
         held = [(kept.own_layers, own), (kept.neighbour_layers, kept.neighbour_versions), (self._layers, now)]
         return [(list(layers), versions) for layers, versions in held if layers and versions]
 
@@ -253,20 +255,28 @@ class Redundancy:
         kept = self.kept
         if kept.own.version != version and self._live == version:
             kept.own.load(rank_state(self._run, self._optimizers, self._run.buffers), version)
+            kept.own.settings = self._settings.get(version - 1, kept.own.settings)
             kept.own_layers = self._layers
         if kept.neighbour.version != version and version in kept.neighbour_versions:
             kept.take_arrived()
         return [part for one in (kept.own, kept.neighbour) if one.version == version for part in one.parts(run)]
 
-    def settings_changes(self) -> list[SettingsChange]:
-        """Return how the user has changed the settings of parameter groups since this rank's state was kept."""
-        kept = self.kept.own.settings()
-        now = _settings(self._optimizers)
+    def settings_changes(self, version: int) -> list[SettingsChange]:
+        """Return how the user has changed the settings of parameter groups from one step to the next.
+
+        Includes the changes after the step that led to this version, and those after the next step.
+        """
+        neighbour = self.kept.neighbour
+        pairs = [(step, self._settings.get(step - 1), self._settings.get(step)) for step in (version, version + 1)]
+        if neighbour.version == version:
+            pairs.append((version, neighbour.settings, neighbour.next_settings))
         return [
-            SettingsChange(number, before, after)
-            for index in kept.keys() & now.keys()
-            for number, (before, after) in enumerate(zip(kept[index], now[index], strict=False))
-            if before != after
+            SettingsChange(step, number, dict(before), dict(now))
+            for step, old, new in pairs
+            if old is not None and new is not None
+            for index in old.keys() & new.keys()
+            for number, (before, now) in enumerate(zip(old[index], new[index], strict=False))
+            if before != now
         ]
 
     def end(self) -> None:
@@ -308,7 +318,7 @@ class Redundancy:
         self._exchange.all_values(b"")
         self.kept = kept
 
-    def _send_changes(self, state: RankState | None, settings: Mapping[int, Sequence[Any]], step: int) -> None:
+    def _send_changes(self, state: RankState | None, settings: Settings | None, step: int) -> None:
         arrived = self._sent((state, settings))
         _change(self.kept.own, state, settings, step)
         if arrived is not None:
@@ -324,12 +334,15 @@ class Redundancy:
         self.kept.take_arrived()
 
 
-def _change(copy: StateCopy, state: RankState | None, settings: Mapping[int, Sequence[Any]], step: int) -> None:
+def _change(copy: StateCopy, state: RankState | None, settings: Settings | None, step: int) -> None:
     """Bring to a copy what the user has changed before a step."""
     if state is not None:
+        before = copy.settings
         copy.load(state, step)
-    elif settings:
-        copy.set_settings(settings)
+        if settings is not None and before:
+            copy.settings, copy.next_settings = before, settings
+    elif settings is not None:
+        copy.next_settings = settings
 
 
 def _nothing() -> None:
@@ -340,7 +353,7 @@ def _made(make: Callable[[list[Any]], Optimizer], stage: int, parameters: NamedP
     return make(parameters)
 
 
-def _settings(optimizers: Mapping[int, StageOptimizer]) -> dict[int, list[dict[str, Any]]]:
+def _settings(optimizers: Mapping[int, StageOptimizer]) -> Settings:
     return {
         index: [settings_of(group) for group in stage.wrapped.param_groups]
         for index, stage in optimizers.items()

@@ -22,7 +22,21 @@ from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
 from pipesched.tensors.payload import pytree
 
-__all__ = ["GroupState", "Made", "OptimizerState", "RankState", "RankUpdate", "StateCopy", "bare", "rank_state", "settings_of_groups"]
+__all__ = [
+    "GroupState",
+    "Made",
+    "OptimizerState",
+    "RankState",
+    "RankUpdate",
+    "Settings",
+    "StateCopy",
+    "bare",
+    "rank_state",
+    "settings_of_groups",
+]
+
+#: The settings of each parameter group, such as the learning rate, keyed by stage.
+Settings = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 class GroupState(NamedTuple):
@@ -117,6 +131,10 @@ class StateCopy:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        #: The settings of parameter groups in the step that led to this version, keyed by stage.
+        self.settings: Settings = {}
+        #: The settings in the step after this version; None if they are not known yet.
+        self.next_settings: Settings | None = None
 
     @torch.no_grad()
     def load(self, state: RankState, version: int) -> None:
@@ -132,6 +150,7 @@ class StateCopy:
             parameter.requires_grad_(state.trains[name])
         for index, stage in state.optimizers.items():
             self._load_optimizer(self._optimizers[index], stage)
+        self.settings, self.next_settings = settings_of_groups(state), None
         self.version = version
 
     def _make(self, state: RankState) -> None:
@@ -158,15 +177,7 @@ class StateCopy:
             parameter = self.parameters[name]
             optimizer.state[parameter] = _copied(known.get(parameter), value)
 
-    def settings(self) -> dict[int, list[dict[str, Any]]]:
-        """Return the settings of the parameter groups of each stage."""
-        return {
-            index: [settings_of(group) for group in optimizer.param_groups]
-            for index, optimizer in self._optimizers.items()
-        }
-
-    def set_settings(self, settings: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-        """Replace the settings of the parameter groups of each stage."""
+    def _set(self, settings: Settings) -> None:
         for index, every in settings.items():
             for group, own in zip(self._optimizers[index].param_groups, every, strict=True):
                 group.update(own)
@@ -174,6 +185,9 @@ class StateCopy:
     def replay(self, update: RankUpdate, version: int) -> None:
         """Run an update again, after which the state has this version."""
         self.version = None
+        if self.next_settings is not None:
+            self.settings, self.next_settings = self.next_settings, None
+        self._set(self.settings)
         for name, parameter in self.parameters.items():
             parameter.grad = update.gradients.get(name)
         for index in update.updated:
@@ -189,6 +203,7 @@ class StateCopy:
 
         ``run`` supplies what is the same for all ranks.
         """
+        self._set(self.settings)
         own = replace(
             run,
             parameters=self.parameters,

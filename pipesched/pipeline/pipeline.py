@@ -45,7 +45,7 @@ from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.planned_rows import PlannedRows
-from pipesched.pipeline.recovery import KeptCall, MeshOptions, Recovery
+from pipesched.pipeline.recovery import MeshOptions, Recovery
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
@@ -478,7 +478,7 @@ class Pipeline(SavingInterface):
             as_function(metrics, "metrics", ("outputs", "target"))
         options = {"metrics": metrics, "return_outputs": return_outputs, "gather": gather}
         if self._recovery is not None:
-            return self._recovery.step(KeptCall(given, options))
+            return self._recovery.step(given, options)
         self._replan_if_due()
         return self._run_step(given, **options)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipesched import schedules
-from pipesched.elastic.kept_calls import KeptCall, divided_anew, in_microbatches, of_replica
+from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import Redundancy, SettingsChange
 from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors
@@ -35,6 +35,7 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
+from pipesched.runtime.microbatches import GivenBatch
 from pipesched.runtime.rank_grid import Axes, dims_of
 from pipesched.runtime.rank_host import RankHost, host_of_mesh
 from pipesched.runtime.stage.optimizers import settings_of
@@ -118,6 +119,8 @@ class Recovery:
         #: The last step that a rank had begun when a rank was lost. No rank looks for another plan before it.
         self._last_lost: int | None = None
         self._past: list[Alarm] = []
+        #: The rank whose alarm the ranks that live use to agree; it stays while a recovery is not complete.
+        self._base = self._connected
         self._returned = running.step
         self._is_whole = True
         self._store: Any = None
@@ -136,8 +139,11 @@ class Recovery:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self, call: KeptCall) -> Any:
+    def step(self, given: GivenBatch, options: Mapping[str, Any]) -> Any:
         """Run a step. After a loss, recover and run it again if the user wishes that."""
+        running = self._running
+        grid = running.host.grid
+        call = KeptCall(given, options, running.splitter, grid.replica, len(grid.rows))
         is_new = True  # whether the caller knows the present number of replicas
         while True:
             try:
@@ -161,7 +167,7 @@ class Recovery:
         divided = None if is_new else self._divided.pop(step, None)
         if self._late == step:
             self._late = None
-            divided = of_replica(running.host, in_microbatches(call, running.splitter) if is_new else None)
+            divided = of_replica(running.host, call.in_microbatches() if is_new else None)
             if divided is None:
                 raise _LostForGood(
                     f"a step can run again only if each replica has its batch; nobody has the batch of replica "
@@ -252,7 +258,7 @@ class Recovery:
 
     def _recovered(self) -> Recovered:
         begun_s = time.perf_counter()
-        connected, redundancy = self._connected, self._redundancy
+        connected, redundancy = self._base, self._redundancy
         if redundancy is None:
             raise _LostForGood("a rank was lost before any state was copied; start the job again")
         redundancy.settle()
@@ -269,19 +275,18 @@ class Recovery:
                 f"of a layer; start the job again from the last checkpoint"
             )
         parts = redundancy.parts(step, self._live_run())
-        old, splitter = self._running.host.grid, self._running.splitter
+        redundancy.is_frozen = True
         host = self._connect(decision, survivors.store, connected)
-        self._last_lost = last = max(host.collectives.gathered_in_all(waits_in))
-        if len(old.rows) > 1:
-            calls = {known: in_microbatches(call, splitter) for known, call in self._calls.items() if known >= step}
-            self._divided = divided_anew(host, calls, old=old.replica, num_replicas=len(old.rows))
-            self._late = None if last in self._divided else last
-        changes = [change for own in host.collectives.gathered_in_all(redundancy.settings_changes()) for change in own]
-        self._take_over(host, decision, parts, step)
-        self._survivors = None
-        self._redundancy = None
-        self._assembly = None
+        assert host.maker is not None
+        try:
+            changes = self._exchange(host, redundancy, step, waits_in)
+            self._take_over(host, decision, parts, step)
+        except BaseException:
+            host.maker.connected.give_up()  # the ranks agree anew over the old alarm
+            raise
         redundancy.end()
+        self._past.append(connected.alarm)
+        self._base, self._survivors, self._assembly, self._redundancy = self._connected, None, None, None
         if host.grid.num_processes > 1:
             self._redundancy = Redundancy(self._connected, self._make, redundancy.kept)
         found = Recovered(
@@ -294,13 +299,23 @@ class Recovery:
             seconds=time.perf_counter() - begun_s,
         )
         _LOG.info("recovered before step %d: %s", step, found)
-        self._past.append(connected.alarm)
+        self._change_settings(changes, step)
         for missed in range(step, waits_in):
             self._stepped(self._divided_call(self._calls[missed], is_new=False))
-        self._change_settings(changes)
+            self._change_settings(changes, missed + 1)
         if self._options.on_recovery is not None:
             self._options.on_recovery(found)
         return found
+
+    def _exchange(self, host: RankHost, redundancy: Redundancy, step: int, waits_in: int) -> list[SettingsChange]:
+        """Exchange what the ranks that go on must know: batches, if there were replicas, and changes of settings."""
+        gather = host.collectives.gathered_in_all
+        self._last_lost = last = max(gather(waits_in))
+        calls = {known: call for known, call in self._calls.items() if known >= step}
+        if any(call.num_replicas > 1 for call in calls.values()):
+            self._divided = divided_anew(host, calls)
+            self._late = None if last in self._divided else last
+        return [change for own in gather(redundancy.settings_changes(step)) for change in own]
 
     @property
     def _make(self) -> Callable[[list[Any]], Optimizer]:
@@ -392,12 +407,12 @@ class Recovery:
                 return found
         raise ExecutionError(f"no schedule can run on {counted(len(host.grid.all_devices), 'rank')} ({failures})")
 
-    def _change_settings(self, changes: Sequence[SettingsChange]) -> None:
-        """Give the optimizers what the user has changed in settings such as learning rates since the last copy."""
+    def _change_settings(self, changes: Sequence[SettingsChange], step: int) -> None:
+        """Give the optimizers the learning rates and other settings that the user has changed before a step."""
         for optimizer in self._running.assembly.optimizers.values():
             for number, group in enumerate(optimizer.param_groups):
                 own = settings_of(group)
-                fitting = [change for change in changes if change.before == own]
+                fitting = [change for change in changes if change.step == step and change.before == own]
                 best = next((change for change in fitting if change.number == number), next(iter(fitting), None))
                 if best is not None:
                     group.update(best.now)

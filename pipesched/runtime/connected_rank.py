@@ -322,6 +322,11 @@ class ConnectedRank:
             with self.stopping_all(what):
                 raise error
 
+    def give_up(self) -> None:
+        """Close the connections and the alarm, without a message to the other ranks."""
+        self.survives = False
+        self._drop()
+
     def _drop(self) -> None:
         if self._forked.here:
             return
