@@ -33,7 +33,7 @@ from pipesched.elastic.state_copy import (
 )
 from pipesched.model.named_parameters import NamedParameters
 from pipesched.runtime.connected_rank import ConnectedRank
-from pipesched.runtime.reductions.collective_lane import CollectiveLane
+from pipesched.runtime.reductions.collective_lane import CollectiveLane, LaneJob
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
@@ -144,10 +144,11 @@ class Redundancy:
         self._version = 0
         #: Whether a recovery has begun to change this rank's own tensors.
         self.is_frozen = False
+        self._failure: BaseException | None = None
         self._layers: Sequence[str] = ()
         self._lane = CollectiveLane(self._device)
         self._exchange: Exchange | None = None
-        self._job = self._lane.start(self._connect)
+        self._job = self._start(self._connect)
 
     def _empty(self) -> KeptStates:
         return KeptStates(own=StateCopy(self._bare), neighbour=StateCopy(partial(_made, self._make)))
@@ -180,12 +181,25 @@ class Redundancy:
         state = rank_state(run, self._optimizers, run.buffers)
         self._settings = dict.fromkeys((step - 1, step), settings_of_groups(state))
         neighbour = () if self._owner is None else layers[position - 1]
-        self._job = self._lane.start(partial(self._copy_anew, state, neighbour, step))
+        self._job = self._start(partial(self._copy_anew, state, neighbour, step))
 
     def _bare(self, stage: int, _: NamedParameters) -> Optimizer:
         optimizer = self._optimizers[stage].wrapped
         assert optimizer is not None
         return bare(optimizer)
+
+    def _start(self, job: Callable[[], None]) -> LaneJob:
+        """Let the lane run a job. After a job has failed no other runs, because each continues the one before."""
+        return self._lane.start(partial(self._unless_failed, job))
+
+    def _unless_failed(self, job: Callable[[], None]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            job()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     # ---- on the rank's own thread ----------------------------------------------------------------------------------
 
@@ -201,7 +215,7 @@ class Redundancy:
         settings = _settings(self._optimizers)
         change = None if settings == self._settings.get(step - 1) else settings
         self._settings = {known: own for known, own in self._settings.items() if known >= step - 2} | {step: settings}
-        self._job = self._lane.start(partial(self._send_changes, state, change, step))
+        self._job = self._start(partial(self._send_changes, state, change, step))
 
     def wait(self) -> None:
         """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost."""
@@ -230,7 +244,7 @@ class Redundancy:
         update = RankUpdate(self._step.gradients, self._step.updated, buffers)
         change = update if self._step.is_intact else state
         self._known = self._fingerprint()
-        self._job = self._lane.start(partial(self._commit, change, state, version))
+        self._job = self._start(partial(self._commit, change, state, version))
         self._step = _Step()
 
     # ---- after a loss ----------------------------------------------------------------------------------------------
