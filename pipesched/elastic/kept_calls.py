@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.payload import pytree
 
 __all__ = ["KeptCall", "divided_anew", "of_replica"]
@@ -23,8 +24,9 @@ class KeptCall(NamedTuple):
     """A call of ``step`` that may have to run again."""
 
     given: GivenBatch
+    metrics: Metrics | None
     #: The other arguments.
-    options: Mapping[str, Any]
+    wanted: Mapping[str, bool]
     #: Divides the batch.
     splitter: Splitter
     #: The replica whose batch this is, and the number of replicas.

@@ -1,14 +1,15 @@
 """Redundancy: keeps the state of each rank in a second place, so that a job goes on if a rank is lost.
 
 After each step, a rank sends the gradients of its stages to its neighbour, which runs the updates again on its copy of
-the rank's state. With several replicas nothing is sent, because the other replicas hold the same state. All this happens
-in a thread of its own while the next step runs.
+the rank's state. With several replicas nothing is sent, because the other replicas hold the same state. All this
+happens in a thread of its own while the next step runs.
 
-Why the survivors always find a common version. A version is a number of steps. A rank is at version k before its updates
-of step k, and at k + 1 after them. It keeps its state of version k until the commit of step k: by then all ranks have
-finished step k, and all gradients of the step have arrived at the neighbours. So as long as a rank may have to go back
-to version k, every rank can. After the commit every rank, and every copy, can be at version k + 1. A rank updates its
-weights in step k + 1 only after it has kept version k + 1, so the state that it keeps is never the one that changes.
+Why the survivors always find a common version. A version is a number of steps. A rank is at version k before its
+updates of step k, and at k + 1 after them. It keeps its state of version k until the commit of step k: by then all
+ranks have the result of step k, and all gradients of the step have arrived at the neighbours. So as long as a rank may
+have to go back to version k, every rank can. After the commit every rank, and every copy, can be at version k + 1. A
+rank updates its weights in step k + 1 only after it has kept version k + 1, so the state that it keeps is never the one
+that changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -225,7 +226,7 @@ class Redundancy:
         """Called before the optimizer of a stage runs, with complete gradients."""
         if self._live is not None:
             self.wait()
-            self._live, self._version = None, self._live
+            self._version, self._live = self._live, None
         if skips or self._holder is None:
             return
         self._step.updated.append(stage)
@@ -336,7 +337,8 @@ class Redundancy:
         arrived = self._sent((state, settings))
         _change(self.kept.own, state, settings, step)
         if arrived is not None:
-            _change(self.kept.neighbour, *arrived, step)
+            theirs, their_settings = arrived
+            _change(self.kept.neighbour, theirs, their_settings, step)
 
     def _commit(self, change: RankUpdate | RankState, state: RankState, version: int) -> None:
         arrived = self._sent(change)

@@ -245,4 +245,3 @@ def _copied_leaf(before: Any, leaf: Any) -> Any:
     if isinstance(before, Tensor) and _form(before) == _form(leaf):
         return before.copy_(leaf.detach())
     return leaf.detach().to("cpu", copy=True)
-

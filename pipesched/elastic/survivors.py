@@ -1,8 +1,8 @@
 """Survivors: after a loss, the ranks that live agree on who goes on, and from which version of their states.
 
-The lowest rank that lives leads. The others ask it over the connections of the failure alarm, which need no store, until
-it has decided. If it does not live either, they ask the next one. A decision is final: each rank that knows it answers
-with it, so a rank that was frozen, and wakes later, learns that the others have gone on without it.
+The lowest rank that lives leads. The others ask it over the connections of the failure alarm, which need no store,
+until it has decided. If it does not live either, they ask the next one. A decision is final: each rank that knows it
+answers with it, so a rank that was frozen, and wakes later, learns that the others have gone on without it.
 """
 
 import threading
@@ -21,7 +21,7 @@ from pipesched.runtime.coordination.rank_activity import ENDED, SILENT
 from pipesched.runtime.transport.sockets import own_host
 from pipesched.units import counted
 
-__all__ = ["Decision", "HeldLayers", "Report", "Survivors", "common_version"]
+__all__ = ["Decision", "HeldLayers", "Report", "Survivors", "common_version", "may_go_on", "store_at"]
 
 _PATIENCE_S = 2.0  # a rank whose alarm does not answer for this long counts as lost
 _GLANCE_S = 0.3  # how long a rank that is known to be lost may take to answer after all
@@ -79,6 +79,11 @@ def may_go_on(members: Collection[int], silent: Collection[int]) -> bool:
     The larger side goes on; of equal sides, the one with the lowest rank.
     """
     return len(members) > len(silent) or (len(members) == len(silent) and min(members) < min(silent))
+
+
+def store_at(host: str, port: int, limit: timedelta, *, is_host: bool = False) -> Any:
+    """Return a store; with ``is_host`` this process hosts it, at a free port if ``port`` is 0."""
+    return distributed.TCPStore(host, port, None, is_host, limit, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -192,12 +197,9 @@ class Survivors:
         members = self._alive()
         version = common_version({rank: reports[self._attempt, rank] for rank in members}, self._layers)
         host = own_host(self._old_store)
-        self.store = distributed.TCPStore(
-            host, 0, None, True, timedelta(seconds=self._timeout_s), wait_for_workers=False
-        )
+        self.store = store_at(host, 0, timedelta(seconds=self._timeout_s), is_host=True)
         refusal = "" if may_go_on(members, self._silent) else self._cut_off(members)
-        decision = Decision(members=members, version=version, host=host, port=self.store.port, refusal=refusal)
-        return decision
+        return Decision(members=members, version=version, host=host, port=self.store.port, refusal=refusal)
 
     def _cut_off(self, members: Sequence[int]) -> str:
         silent = ", ".join(self._alarm.addresses[rank].name for rank in sorted(self._silent))

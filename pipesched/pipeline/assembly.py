@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,11 @@ from pipesched.tensors.meta_tensors import put_on
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
 
-__all__ = ["Assembly", "AssemblySpec", "StageCut"]
+__all__ = ["Assembly", "AssemblySpec", "StageCut", "Survives"]
+
+
+#: Who tells the user's code of the loss of a rank: the pipeline, or nobody.
+Survives = Literal["told", "untold"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,8 @@ class AssemblySpec:
     reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
     #: The devices of all parameters and buffers before the pipeline moves them, keyed by name.
     places: Mapping[str, torch.device] = field(default_factory=dict)
+    #: Whether the job goes on after the loss of a rank, and whether the user's code is told of it; None if it ends.
+    survives: Survives | None = None
 
     @property
     def updates_by_rules(self) -> bool:

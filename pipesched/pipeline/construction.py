@@ -17,6 +17,7 @@ from pipesched.errors import DeviceCountError
 from pipesched.model.agreement import facts_of_model, facts_of_weights, form_of_sample
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
+from pipesched.pipeline.checks.redundancy_checks import Obstacle, check_redundancy
 from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sent_values import learn_step_types
@@ -48,6 +49,7 @@ __all__ = [
 
 
 _LOG = logging.getLogger(__name__)
+_NO_WRAP = "leave wrap= out"
 _SAME_WEIGHTS = (
     "seed all ranks alike before you build the model, and load the same checkpoint on every rank; if each rank has "
     "loaded only the weights of its own stages, pass distributed=Distributed(weights='own')"
@@ -86,6 +88,29 @@ def check_agreement(collectives: RankCollectives, model: nn.Module, call: Any, o
     collectives.agree_on(lambda: {**facts, **facts_of_model(model)}, "make the same pipeline on every rank")
     if options["weights"] == "all":
         collectives.agree_on(lambda: facts_of_weights(model, collectives.gathered), _SAME_WEIGHTS)
+
+
+def _check_survival(spec: AssemblySpec, grid: RankGrid, programs: ProgramFactory) -> None:
+    """Raise InputError if the job cannot go on after the loss of a rank."""
+    is_told = spec.survives == "told"
+    obstacles = [
+        Obstacle(
+            spec.optimizer is None, "the copy of a state runs the updates again, and there is no optimizer=", "pass it"
+        ),
+        Obstacle(
+            programs.streams,
+            f"the steps of {programs.full.plain.name!r} overlap, so the ranks have no common version",
+            "choose a schedule that ends each step before the next, such as 1f1b",
+        ),
+        Obstacle(spec.wrap is not None, "wrap= has changed each stage as a whole, so its layers cannot move", _NO_WRAP),
+        Obstacle(spec.zero > 0, f"with zero={spec.zero} replicas are no copies of each other", "pass zero=0"),
+        Obstacle(
+            len(grid.rows) > 1 and not is_told,
+            "a loss changes the number of replicas, so your data loader must divide its batches anew",
+            "pass on_recovery=, or on_failure='raise'",
+        ),
+    ]
+    check_redundancy(grid, (spec.model, spec.loss_fn), obstacles)
 
 
 def _in_words(value: Any) -> str:
@@ -212,8 +237,10 @@ def start(
         pins = Pins(pins.layers, starts, request.together)
     stage_cut = cost_model.cut_stages(host, pins, programs, plan)
     host.collectives.check_plan(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
-    if spec.wrap is not None or spec.zero == 3:
-        # measure the layers before their weights are sharded
+    if spec.survives is not None:
+        _check_survival(spec, host.grid, programs)
+    if spec.wrap is not None or spec.zero == 3 or spec.survives is not None:
+        # measure the layers before their weights are sharded, or for the case that rank 0 is lost
         cost_model.layers = host.collectives.agreed(cost_model.measured)
     learn_step_types(host.collectives)
     assembly = Assembly(spec, host, programs, stage_cut)

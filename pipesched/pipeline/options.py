@@ -12,6 +12,7 @@ from pipesched.checks import check_type, is_count, shown
 from pipesched.elastic.recovered import Recovered
 from pipesched.errors import InputError
 from pipesched.model.parameter_order import ParameterOrder
+from pipesched.pipeline.assembly import Survives
 from pipesched.planning.search_request import MemoryLimit, Offload, check_offload
 from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.runtime.gradients.rules import GradientRules, OnNonfinite
@@ -337,6 +338,13 @@ class Distributed:
             raise InputError(
                 f"gather_once= must be True, False or None; got {shown(self.gather_once)}; pass one of them"
             )
+
+    @property
+    def survives(self) -> Survives | None:
+        """Whether the job goes on after the loss of a rank, and whether the user's code is told of it."""
+        if self.redundancy is None:
+            return None
+        return "told" if self.on_recovery is not None or self.on_failure == "raise" else "untold"
 
     def check_replan(self, *, has_optimizers: bool, is_asynchronous: bool) -> None:
         """Raise InputError if the pipeline cannot change its plan between two steps without being asked."""

@@ -19,14 +19,12 @@ from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
 from pipesched.checks import short_signature
 from pipesched.elastic.recovered import Recovered
-from pipesched.elastic.redundancy import SettingsChange
 from pipesched.errors import ExecutionError, InputError
 from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.batch_loop import batches
-from pipesched.pipeline.checks.redundancy_checks import check_redundancy
 from pipesched.pipeline.checks.replica_checks import check_axes
 from pipesched.pipeline.comparison.check_report import CheckReport
 from pipesched.pipeline.comparison.checker import Checker
@@ -45,7 +43,7 @@ from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.planned_rows import PlannedRows
-from pipesched.pipeline.recovery import MeshOptions, Recovery
+from pipesched.pipeline.recovery import MeshOptions, Methods, Recovery
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
@@ -237,6 +235,7 @@ class Pipeline(SavingInterface):
                 zero=distributed.zero,
                 reduction_order=numerics.reduction_order,
                 places={name: tensor.device for name, tensor in named_tensors(self._roots)},
+                survives=distributed.survives,
             )
             replicas = replica_costs(host.grid, distributed.zero, search.links)
             self._cost_model = CostModel(
@@ -296,19 +295,12 @@ class Pipeline(SavingInterface):
                 request=request,
                 agreed=(repr(seed), *numerics.agreed),
             )
-            if distributed.redundancy is not None:
-                streams = self._running.assembly.programs.streams
-                told = distributed.on_recovery is not None or distributed.on_failure == "raise"
-                check_redundancy(self._spec, self._running.host.grid, streams=streams, is_told=told)
-                self._cost_model.layers = host.collectives.agreed(self._cost_model.measured)
             distributed.check_replan(
                 has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
             )
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.executor.start()
         self._replan_every = distributed.replan_every
-        self._intra_op_threads = threads
-        self._scaler = numerics.scaler
         self._memory = MemoryForecast(
             self._running,
             self._cost_model,
@@ -354,18 +346,15 @@ class Pipeline(SavingInterface):
                 request=replace(wished, boundaries=None) if asked.complete else wished,
             ),
         )
-        self._recovery: Recovery | None = None
-        if distributed.redundancy is not None:
-            assert mesh is not None  # was checked
-            self._running.host.collectives.learn_types(SettingsChange)
-            self._recovery = Recovery(
+        self._recovery = (
+            None
+            if mesh is None or distributed.redundancy is None
+            else Recovery(
                 running=self._running,
                 spec=self._spec,
                 cost_model=self._cost_model,
                 switch=switch,
-                run_step=self._run_step,
-                replan_if_due=self._replan_if_due,
-                live_run=self._live_run,
+                methods=Methods(self._run_step, self._replan_if_due, self._live_run),
                 mesh=mesh,
                 options=MeshOptions(
                     axes=axes,
@@ -375,7 +364,7 @@ class Pipeline(SavingInterface):
                     on_recovery=distributed.on_recovery,
                 ),
             )
-            self._recovery.begin()
+        )
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -476,13 +465,13 @@ class Pipeline(SavingInterface):
         given = GivenBatch(args, kwargs, target, microbatches)
         if metrics is not None:
             as_function(metrics, "metrics", ("outputs", "target"))
-        options = {"metrics": metrics, "return_outputs": return_outputs, "gather": gather}
+        wanted = {"return_outputs": return_outputs, "gather": gather}
         if self._recovery is not None:
-            return self._recovery.step(given, options)
+            return self._recovery.step(given, metrics, wanted)
         self._replan_if_due()
-        return self._run_step(given, **options)
+        return self._run_step(given, metrics, **wanted)
 
-    def _run_step(self, given: GivenBatch, *, metrics: Metrics | None, **wanted: bool) -> Any:
+    def _run_step(self, given: GivenBatch, metrics: Metrics | None, **wanted: bool) -> Any:
         try:
             return self._steps.step(given, metrics, **wanted)
         except MISFITS as error:
@@ -692,7 +681,7 @@ class Pipeline(SavingInterface):
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
-            intra_op_threads=self._intra_op_threads,
+            intra_op_threads=self._numerics.intra_op_threads,
             has_optimizers=self._spec.optimizer is not None,
         )
 
@@ -709,7 +698,7 @@ class Pipeline(SavingInterface):
     @property
     def scaler(self) -> GradScaler | None:
         """The scaler of ``Numerics(scaler=)``. `save` and `load` include its state."""
-        return self._scaler
+        return self._numerics.scaler
 
     def flush(self) -> torch.Tensor | None:
         """Finish all steps that an asynchronous schedule has in progress, including all their updates.

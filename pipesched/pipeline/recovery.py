@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakMethod
 
 from torch import distributed
-from torch.optim import Optimizer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from pipesched import schedules
 from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import Redundancy, SettingsChange
-from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors
+from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors, store_at
 from pipesched.errors import ExecutionError, InputError, PipeschedError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.construction import check_idle_ranks, checked_programs
@@ -39,11 +39,12 @@ from pipesched.runtime.microbatches import GivenBatch
 from pipesched.runtime.rank_grid import Axes, dims_of
 from pipesched.runtime.rank_host import RankHost, host_of_mesh
 from pipesched.runtime.stage.optimizers import settings_of
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
 from pipesched.units import counted
 
-__all__ = ["MeshOptions", "Recovery"]
+__all__ = ["MeshOptions", "Methods", "Recovery"]
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ _LOG = logging.getLogger(__name__)
 _KEPT_CALLS = 2  # a step may have to run again after the next one has begun
 
 
-class _LostForGood(RankLost):  # noqa: N818  as its parent
+class _LostForGood(RankLost):
     """A loss after which the job cannot go on."""
 
 
@@ -69,17 +70,26 @@ class MeshOptions:
     on_recovery: Callable[[Recovered], Any] | None
 
 
+class Methods(NamedTuple):
+    """The methods of a pipeline that a recovery calls."""
+
+    #: Runs a step.
+    run_step: Callable[..., Any]
+    #: Looks for a faster plan before a step, if that is due.
+    replan_if_due: Callable[[], None]
+    #: Returns the state of the run under the running plan.
+    live_run: Callable[[], LiveRun]
+
+
 class Recovery:
-    """Keeps a pipeline ready for the loss of a rank, and lets it go on after a loss.
+    """Keeps a pipeline ready for the loss of a rank, and lets it go on after a loss. The constructor is collective.
 
     Args:
         running: the running plan; a recovery replaces its contents.
         spec: the model and the user's options for its stages.
         cost_model: the known costs of layers and devices.
         switch: replaces the running plan.
-        run_step: the method of the pipeline that runs a step.
-        replan_if_due: the method of the pipeline that looks for a faster plan before a step, if that is due.
-        live_run: the method of the pipeline that returns the state of the run under the running plan.
+        methods: the methods of the pipeline that a recovery calls.
         mesh: the mesh of the ranks.
         options: the options for the ranks of the mesh.
 
@@ -92,9 +102,7 @@ class Recovery:
         spec: AssemblySpec,
         cost_model: CostModel,
         switch: PlanSwitch,
-        run_step: Callable[..., Any],
-        replan_if_due: Callable[[], None],
-        live_run: Callable[[], LiveRun],
+        methods: Methods,
         mesh: DeviceMesh,
         options: MeshOptions,
     ) -> None:
@@ -102,9 +110,9 @@ class Recovery:
         self._spec = spec
         self._cost_model = cost_model
         self._switch = switch
-        self._run_step = _weak(run_step)
-        self._replan_if_due = _weak(replan_if_due)
-        self._live_run = _weak(live_run)
+        self._run_step = _weak(methods.run_step)
+        self._replan_if_due = _weak(methods.replan_if_due)
+        self._live_run = _weak(methods.live_run)
         #: The mesh of the ranks that run the pipeline.
         self.mesh = mesh
         self._options = options
@@ -125,6 +133,9 @@ class Recovery:
         self._is_whole = True
         self._store: Any = None
         self._connected.survives = True
+        running.host.collectives.learn_types(SettingsChange)
+        with self._connected.stopping_all("the construction of a pipeline"):
+            self._begin(running.step)  # a loss in the first step is covered, too
 
     @property
     def _connected(self) -> ConnectedRank:
@@ -132,18 +143,13 @@ class Recovery:
         assert maker is not None
         return maker.connected
 
-    def begin(self) -> None:
-        """Begin to copy states, so that a loss in the first step is covered. Collective."""
-        with self._connected.stopping_all("the construction of a pipeline"):
-            self._begin(self._running.step)
-
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self, given: GivenBatch, options: Mapping[str, Any]) -> Any:
+    def step(self, given: GivenBatch, metrics: Metrics | None, wanted: Mapping[str, bool]) -> Any:
         """Run a step. After a loss, recover and run it again if the user wishes that."""
         running = self._running
         grid = running.host.grid
-        call = KeptCall(given, options, running.splitter, grid.replica, len(grid.rows))
+        call = KeptCall(given, metrics, wanted, running.splitter, grid.replica, len(grid.rows))
         is_new = True  # whether the caller knows the present number of replicas
         while True:
             try:
@@ -152,7 +158,7 @@ class Recovery:
                 call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
             except RankLost as error:
-                if not self._options.recovers:
+                if not self._options.recovers or isinstance(error, _LostForGood):
                     raise
                 replicas = len(self._running.host.grid.rows)
                 self.recover(error)
@@ -181,7 +187,7 @@ class Recovery:
         self._calls[step] = call
         with self._connected.stopping_all("a step"):
             self._begin(step)
-        result = self._run_step(call.given, **call.options)
+        result = self._run_step(call.given, call.metrics, **call.wanted)
         with self._connected.stopping_all("a step"):
             self._connected.finish_broadcast()
         if self._redundancy is not None:
@@ -335,7 +341,7 @@ class Recovery:
             old.sums.close()
         backend = distributed.get_backend_config()
         distributed.destroy_process_group()
-        self._store = store or distributed.TCPStore(decision.host, decision.port, None, False, limit)
+        self._store = store or store_at(decision.host, decision.port, limit)
         distributed.init_process_group(
             backend,
             store=self._store,
@@ -375,9 +381,9 @@ class Recovery:
     def _take_over(self, host: RankHost, decision: Decision, parts: Sequence[CheckpointPart], step: int) -> None:
         """Divide the layers among the ranks that go on, and give each the state of its layers."""
         cost_model, running = self._cost_model, self._running
-        slow = {decision.members.index(place): own for place, own in cost_model.slow.items() if place in decision.members}
+        number = {rank: place for place, rank in enumerate(decision.members)}
         total = len(running.host.grid.rows) * running.assembly.programs.num_microbatches
-        cost_model.slow = slow
+        cost_model.slow = {number[rank]: own for rank, own in cost_model.slow.items() if rank in number}
         cost_model.regroup(host.grid, self._spec.zero)
         programs = self._programs(host, total // len(host.grid.rows))
         pins = Pins(list(self._spec.layers), None, running.assembly.programs.request.together)
@@ -395,9 +401,7 @@ class Recovery:
         for schedule in dict.fromkeys((programs.full.plain.name, "1f1b")):
             if schedule not in known or schedule == "searched":
                 continue
-            request = PlanRequest(
-                schedule=schedule, num_microbatches=num_microbatches, checkpoint=programs.checkpoint
-            )
+            request = PlanRequest(schedule=schedule, num_microbatches=num_microbatches, checkpoint=programs.checkpoint)
             try:
                 found = checked_programs(request, host.grid, self._spec)
                 check_idle_ranks(self._spec, host.grid.use(found.num_ranks))

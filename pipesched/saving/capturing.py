@@ -46,6 +46,7 @@ def captured(
 
     Collective. Raises the same errors as ``capture``.
     """
+
     def own() -> Any:
         parts = captured_here(run, optimizer)
         return *parts, encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)

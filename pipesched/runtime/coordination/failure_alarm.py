@@ -204,7 +204,6 @@ class _ListenerState:
         if self.bell.rung:
             self.hang_up()
 
-
     def _reply(self, said: Any) -> Any:
         """Return the reply to a message: this rank's state to a fault; a dict to a question."""
         if isinstance(said, dict):
