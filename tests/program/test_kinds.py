@@ -199,6 +199,15 @@ def test_a_kind_runs_on_fake_stages_on_a_virtual_clock_and_on_threads(kind):
     assert [span.action for span in run.spans() if span.action.kind is kind] == actions
 
 
+@pytest.mark.parametrize("kind", [kind for kind in Kind if not (kind.row.costs or kind.row.transfer)])
+def test_a_time_without_a_field_of_its_own_is_the_same_on_fake_stages_and_in_the_simulator(kind):
+    program = program_with(kind)
+    untimed, timed = (Costs.uniform(2, other_s={kind: seconds}) for seconds in (0, 3))
+
+    assert run_fake(program, timed).makespan_s == simulate(program, timed).makespan_s
+    assert simulate(program, timed).makespan_s > simulate(program, untimed).makespan_s
+
+
 @every_kind
 def test_the_number_of_an_action_counts_what_its_row_says(kind):
     program = program_with(kind)
