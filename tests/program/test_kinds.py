@@ -83,6 +83,7 @@ def test_the_names_in_a_row_are_those_of_kinds_costs_and_methods(kind):
         assert all(callable(getattr(owner, row.handler)) for owner in (Stage, FakeStage(0, COSTS)))
     assert not row.spans or callable(getattr(Stage, row.spans))
     assert (row.lane is Lane.COLLECTIVE) == (row.queue is Queue.COLLECTIVES)
+    assert row.queue is None or row.lane is not Lane.COMPUTE  # other actions would not wait for its end
 
 
 @every_kind
