@@ -44,7 +44,7 @@ class Lane(StrEnum):
 
 
 class Queue(Enum):
-    """What runs an action that its rank only starts. The actions of a queue run one after the other."""
+    """What runs an action that its rank only starts. On each rank, the actions of a queue run one after the other."""
 
     TO_HOST = auto()  # copies to the host
     FROM_HOST = auto()  # copies from the host
@@ -140,7 +140,8 @@ class Row:
     #: The actions that must have ended before the action starts. On its own rank, a need is an order: a rank waits for
     #: an action of a ``queue`` only through ``spans``, or if the handler of the needing action waits.
     needs: tuple[Need, ...] = ()
-    #: What runs the action while its rank goes on to the next action. None: the rank waits for the action's end.
+    #: What runs the action while its rank goes on to the next action. None: the rank waits for the action's end. The
+    #: lane is then COLLECTIVE for the queue of collectives, and COPY for all other queues.
     queue: Queue | None = None
     #: For a send or a receive, its other end.
     transfer: Transfer | None = None
@@ -151,7 +152,8 @@ class Row:
     instead: tuple[str, ...] = ()
     #: The memory that the action takes at its start, and keeps.
     takes: Holding | None = None
-    #: The memory that the action frees at its end.
+    #: The memory that the action frees at its end, if an action with the same number took it. An action of a ``queue``
+    #: frees it at its place in the order, which is too early; let an action that waits for its end free it.
     gives: tuple[Holding, ...] = ()
     #: The field of `Costs` with the memory that the action needs only while it runs.
     transient: str = ""

@@ -16,7 +16,7 @@ _TAKERS = {held: tuple(kind for kind in Kind if kind.row.takes is held) for held
 _GIVERS = {held: tuple(kind for kind in Kind if held in kind.row.gives) for held in Holding}
 _ENDS = _GIVERS[Holding.WEIGHT_GRAD]
 _OF_A_PAIR = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
-#: The memory that an action takes and another one gives, whatever runs between them.
+#: The memory that an action takes and another one with the same number gives, whatever runs between them.
 _OF_AN_ACTION = {*Holding} - {*_OF_A_PAIR, Holding.WEIGHTS}
 
 
@@ -123,10 +123,12 @@ def bytes_held(
         giving = _firsts(pairs.pair, columns.are(*_GIVERS[holding]) & _any_of(pairs.pair, taking))
         takes += np.where(taking, size, 0)
         gives += np.where(giving | (taking & ~pairs.ended), size, 0)
-    for holding in _OF_AN_ACTION & sizes.keys():
+    for holding in filter(lambda own: any(sizes[own]), _OF_AN_ACTION & sizes.keys()):
         size = np.asarray(sizes[holding], np.int64)[columns.stage]
-        takes += np.where(columns.are(*_TAKERS[holding]), size, 0)
-        gives += np.where(columns.are(*_GIVERS[holding]), size, 0)
+        taking = columns.are(*_TAKERS[holding])
+        giving = columns.are(*_GIVERS[holding]) & _any_of(pairs.pair, taking)
+        takes += np.where(taking, size, 0)
+        gives += np.where(giving, size, 0)
     if columns.are(Kind.UPDATE).any():
         size = np.asarray(sizes[Holding.WEIGHTS], np.int64)
         for stage, begin, end in _stashes(columns, versions):

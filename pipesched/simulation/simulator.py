@@ -25,10 +25,9 @@ from pipesched.units import counted
 
 __all__ = ["message_times", "simulate", "simulate_with_bound", "step_time"]
 
-#: The kinds that occupy each of a rank's own links.
+#: The kinds that occupy each of a rank's own links. Every queue has such a link, except that of messages.
 _OWN_LINKS = tuple(
-    tuple(kind for kind in Kind if kind.row.queue is queue)
-    for queue in (Queue.TO_HOST, Queue.FROM_HOST, Queue.COLLECTIVES)
+    tuple(kind for kind in Kind if kind.row.queue is queue) for queue in Queue if queue is not Queue.MESSAGES
 )
 
 _ROUNDS = 12  # maximum number of repetitions of a simulation in which ranks slow each other down
@@ -184,7 +183,7 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 def _own_links(program: Program) -> Ints | None:
     """Return, for each action, the number of the link that it occupies, or -1; None if no action occupies a link.
 
-    Each rank has three links: two to the host, one per direction, and one for its collectives.
+    Each rank has a link for each queue: two to the host, one per direction, and one for its collectives.
     """
     if not program.index.has(*chain.from_iterable(_OWN_LINKS)):
         return None

@@ -217,8 +217,9 @@ class Trace:
 
     @cached_property
     def _copies(self) -> tuple[Spans, ...]:
-        """Each rank's copies between the host and the device; () if the trace has none."""
-        kinds = [kind for kind in self.kinds if kind.row.queue in (Queue.TO_HOST, Queue.FROM_HOST)]
+        """Each rank's copies, such as those between the host and the device; () if the trace has none."""
+        own = {*Queue} - {Queue.MESSAGES, Queue.COLLECTIVES}
+        kinds = [kind for kind in self.kinds if kind.row.queue in own]
         return self._of_ranks(*kinds) if kinds else ()
 
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:

@@ -144,8 +144,9 @@ class FakeStage:
 
     def free(self, microbatch: int) -> None:
         """Run FREE (free the offloaded activations) once the copy that OFFLOAD started has ended."""
-        self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
+        action = self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
         self._clock.reach(self._copied[microbatch])
+        self._pass(action)
 
     def fetch(self, microbatch: int) -> None:
         """Start the copy back to the device (FETCH)."""
@@ -188,6 +189,7 @@ class FakeStage:
 
     def reshard(self, number: int, *, last: bool) -> None:
         """Run RESHARD (free the weights)."""
+        self._pass(Action(self.index, Kind.RESHARD, number))
 
     def gathered(self) -> Mapping[int, tuple[float, float]]:
         """Return (start, end) of each gather, keyed by number."""

@@ -83,6 +83,7 @@ def test_the_names_in_a_row_are_those_of_kinds_costs_and_methods(kind):
         assert all(callable(getattr(owner, row.handler)) for owner in (Stage, FakeStage(0, COSTS)))
     assert not row.spans or callable(getattr(Stage, row.spans))
     assert (row.lane is Lane.COLLECTIVE) == (row.queue is Queue.COLLECTIVES)
+    assert row.queue is None or row.lane is not Lane.COMPUTE  # other actions would not wait for its end
 
 
 @every_kind
@@ -197,6 +198,15 @@ def test_a_kind_runs_on_fake_stages_on_a_virtual_clock_and_on_threads(kind):
     finally:
         executor.close()
     assert [span.action for span in run.spans() if span.action.kind is kind] == actions
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if not (kind.row.costs or kind.row.transfer)])
+def test_a_time_without_a_field_of_its_own_is_the_same_on_fake_stages_and_in_the_simulator(kind):
+    program = program_with(kind)
+    untimed, timed = (Costs.uniform(2, other_s={kind: seconds}) for seconds in (0, 3))
+
+    assert run_fake(program, timed).makespan_s == simulate(program, timed).makespan_s
+    assert simulate(program, timed).makespan_s > simulate(program, untimed).makespan_s
 
 
 @every_kind

@@ -89,5 +89,88 @@ def test_a_kind_added_as_the_page_says_is_validated_lowered_simulated_drawn_and_
     assert done.stdout == PICTURE + "all done\n"
 
 
+#: A kind with a queue and a sort of memory of its own, and the kind that waits for the ends of its actions.
+STARTED = """
+    SQUEEZE = Row(
+        text="SQUEEZE",
+        lane=Lane.COPY,
+        handler="squeeze",
+        needs=(Need(At.OWN, "F"),),
+        queue=Queue.SQUEEZES,
+        takes=Holding.SQUEEZED,
+    )
+    AWAIT = Row(text="AWAIT", lane=Lane.COPY, handler="await_squeeze", needs=(Need(At.OWN, "SQUEEZE"),))
+"""
+REAL_HANDLERS = """
+    def squeeze(self, microbatch: int) -> None:
+        self._squeezing = threading.Timer(0.01, lambda: None)
+        self._squeezing.start()
+
+    def await_squeeze(self, microbatch: int) -> None:
+        self._squeezing.join()
+"""
+FAKE_HANDLERS = """
+    def squeeze(self, microbatch: int) -> None:
+        seconds = self._costs.seconds(Action(self.index, Kind.SQUEEZE, microbatch))
+        self._squeezed = self._clock.copy(Kind.SQUEEZE, seconds)
+
+    def await_squeeze(self, microbatch: int) -> None:
+        self._clock.reach(self._squeezed)
+"""
+STARTED_EXAMPLE = """
+import torch
+
+from pipesched import Costs, Kind, Pipeline, Program, simulate
+from pipesched.simulation.memory import rank_memory
+from pipesched.testing import run_fake
+
+program = Program.parse('''
+    microbatches 3
+    rank 0: 0F0 0B0 0F1 0SQUEEZE1 0AWAIT1 0B1 0F2 0SQUEEZE2 0AWAIT2 0B2
+    rank 1: 1F0 1B0 1F1 1SQUEEZE1 1AWAIT1 1B1 1F2 1SQUEEZE2 1AWAIT2 1B2
+''')
+costs = Costs.uniform(2, other_s={"SQUEEZE": 4}, squeezed_bytes=8)
+trace = simulate(program, costs)
+assert [span.end_s - span.start_s for span in trace.spans if span.action.kind is Kind.SQUEEZE] == [4] * 4
+assert trace.makespan_s == run_fake(program, costs).makespan_s == 6 + 2 * (1 + 1 + 4 + 2 + 2)
+assert [own.gathered for own in rank_memory(program, costs)] == [8, 8]
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+x = torch.randn(6, 4)
+with Pipeline(model, x, loss_fn=torch.nn.functional.mse_loss, schedule=program, devices=["cpu"] * 2) as pipe:
+    pipe.step(x, target=x)
+waits = [span for span in pipe.trace.spans if span.action.kind is Kind.AWAIT]
+assert min(span.end_s - span.start_s for span in waits) > 0.005
+print("all done")
+"""
+
+
+def extended(path, line, more):
+    """Add code behind a line of a file."""
+    source = path.read_text(encoding="utf-8")
+    assert source.count(line) == 1
+    path.write_text(source.replace(line, line + more), encoding="utf-8")
+
+
+def test_a_kind_with_a_queue_and_memory_of_its_own_is_simulated_as_it_is_faked_and_run(tree):
+    actions = tree / "pipesched/program/actions.py"
+    added(actions, "Kind", STARTED)
+    added(actions, "Queue", "    SQUEEZES = auto()\n")
+    added(actions, "Holding", '    SQUEEZED = "squeezed"\n')
+    extended(actions, "_EVERYTHING = (", "Holding.SQUEEZED, ")
+    costs = tree / "pipesched/simulation/costs.py"
+    extended(costs, "    gather_s: tuple[float, ...] = ()\n", "    squeezed_bytes: tuple[int, ...] = ()\n")
+    extended(costs, "            Holding.GATHERED: self.gathered_bytes,\n", "Holding.SQUEEZED: self.squeezed_bytes,\n")
+    stage = tree / "pipesched/runtime/stage/stage.py"
+    added(stage, "Stage", REAL_HANDLERS)
+    extended(stage, "import torch\n", "import threading\n")
+    added(tree / "pipesched/testing/fake_executor.py", "FakeStage", FAKE_HANDLERS)
+
+    done = run(STARTED_EXAMPLE, tree)
+
+    assert done.stderr == ""
+    assert done.stdout == "all done\n"
+
+
 def test_without_its_row_the_kind_of_the_page_is_unknown():
     assert "got '0ROUND0'; use one of the kinds F, B," in run(EXAMPLE, ROOT).stderr

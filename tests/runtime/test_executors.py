@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from pipesched import Action, Costs, Numerics, Pipeline, Program, lower, schedules, simulate
 from pipesched.errors import DeadlockError, ExecutionError
-from pipesched.program.actions import Lane
-from pipesched.program.lowering import add_recompute
+from pipesched.program.actions import Kind, Lane
+from pipesched.program.lowering import add_recompute, add_reductions
 from pipesched.runtime.executors import threads as local
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
 from pipesched.simulation.trace import Trace
@@ -83,6 +83,22 @@ def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
     for span in trace.spans:
         if span.lane is Lane.COMPUTE:
             assert all(ends[need] <= span.start_s for need in program.needs(span.action))
+
+
+def test_threads_record_the_times_that_a_stage_returns_for_actions_that_its_rank_only_starts() -> None:
+    class Reducing(FakeStage):
+        def reduced(self) -> dict[int, tuple[float, float]]:
+            return {0: (100.0, 102.0)}
+
+    program = lower(add_reductions(schedules.get("1f1b").program(2, 2), 1))
+    costs = Costs.uniform(2, forward_s=0, input_grad_s=0, weight_grad_s=0)
+    executor = ThreadExecutor([torch.device("cpu")] * 2, 1)
+    try:
+        run = executor.run(RunSpec(program, {stage: Reducing(stage, costs) for stage in range(2)}), grad=False)
+    finally:
+        executor.close()
+
+    assert [span.end_s - span.start_s for span in run.spans() if span.action.kind is Kind.REDUCE] == [2, 2]
 
 
 def test_fake_updates_follow_each_other() -> None:

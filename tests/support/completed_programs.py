@@ -1,6 +1,7 @@
 """Completed programs: digests of the programs that pipelines run, for every combination of options that adds actions.
 
-``python -m tests.support.completed_programs`` writes `DIGESTS`. Write it again only if programs are meant to change.
+``python -m tests.support.completed_programs`` writes `DIGESTS`. Write it again only for a new schedule, or
+if programs are meant to change.
 """
 
 import json

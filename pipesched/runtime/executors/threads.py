@@ -175,6 +175,7 @@ class RunSegment:
                 for _ in interpret(rank, streams, self._stamps[index]):
                     if run.stopping.is_set():
                         return
+                rank.finish(self._stamps[index])
 
         try:
             run.caller.context.copy().run(interpreted)  # a context can be entered by one thread at a time
