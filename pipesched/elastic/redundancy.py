@@ -118,6 +118,7 @@ class Redundancy:
     Args:
         connected: this rank, connected to the other ranks.
         make: the user's function, which creates an optimizer.
+        newcomers: the number of processes that have asked this rank to let them join.
         kept: states that this rank holds already. Default: none.
 
     """
@@ -126,9 +127,14 @@ class Redundancy:
         self,
         connected: ConnectedRank,
         make: Callable[[list[Any]], Optimizer],
+        newcomers: Callable[[], int],
         kept: KeptStates | None = None,
     ) -> None:
         self._connected = connected
+        self._newcomers = newcomers
+        #: The commits under way and the last ones, and the newcomers that were known then, keyed by version.
+        self._commits: dict[int, LaneJob] = {}
+        self._known_newcomers: dict[int, int] = {}
         self._make = make
         self._device = torch.device("cpu")
         self.kept = kept or self._empty()
@@ -246,7 +252,16 @@ class Redundancy:
         change = update if self._step.is_intact else state
         self._known = self._fingerprint()
         self._job = self._start(partial(self._commit, change, state, version))
+        self._commits = {known: job for known, job in self._commits.items() if known >= version - 1}
+        self._commits[version] = self._job
         self._step = _Step()
+
+    def newcomers_before(self, step: int) -> int:
+        """Return the number of newcomers that all ranks know before a step. Waits for the commit before the last."""
+        version = step - 1
+        if version in self._commits:
+            self._commits[version].wait(self._connected.check_peers)
+        return self._known_newcomers.get(version, 0)
 
     # ---- after a loss ----------------------------------------------------------------------------------------------
 
@@ -345,7 +360,9 @@ class Redundancy:
         if arrived is not None:
             self.kept.arrived = arrived, version
         assert self._exchange is not None
-        self._exchange.all_values(b"")
+        self._known_newcomers = {version: max(self._exchange.all_values(self._newcomers()))} | {
+            known: count for known, count in self._known_newcomers.items() if known == version - 1
+        }
         self.kept.own.load(state, version)
         self.kept.take_arrived()
 

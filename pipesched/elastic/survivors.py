@@ -137,7 +137,7 @@ class Survivors:
         """
         self._attempt += 1
         self._known.reports[self._attempt, self._alarm.rank] = report
-        self._alarm.answer_with(self._known.answer)
+        self._alarm.answer_with(self._known.answer, recovers=True)
         self._check_blamed()
         self._look_for_blamed()
         end_s = time.monotonic() + self._timeout_s

@@ -76,8 +76,10 @@ class _ListenerState:
         self.fault: Fault | None = None
         self.state: State | None = None
         self.hang_ups: list[Callable[[], None]] = []
-        #: Answers questions of other ranks, from the time at which this rank looks for survivors.
+        #: Answers questions of other processes.
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        #: Whether the rank looks for survivors, so that a collective may take its time.
+        self.recovers = False
         self._activity = activity
         self._name = name
         self._lock = threading.Lock()
@@ -128,7 +130,7 @@ class _ListenerState:
                         self._serve(selector, key.fileobj)
                 if self._gone:
                     self._check_gone(self._gone)
-                if self.bell.rung and self.fault is not None and self.answer is None:
+                if self.bell.rung and self.fault is not None and not self.recovers:
                     self._stuck = self._stuck or Stuck(self._activity)
                     self._stuck.look(self._name, str(self.fault))
 
@@ -288,9 +290,13 @@ class Alarm:
         """The fault that has ended the pipeline, if there is one."""
         return self._listener.fault
 
-    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer questions of other ranks with this function, and no longer look for stuck collectives."""
+    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, recovers: bool = False) -> None:
+        """Answer questions of other processes with this function.
+
+        ``recovers`` states whether the rank recovers from a loss, so that its collectives do not count as stuck.
+        """
         self._listener.answer = answer
+        self._listener.recovers = recovers
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
         """Register a function that makes this rank stop waiting. After a failure, any thread may call the function."""
