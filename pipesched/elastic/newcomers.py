@@ -33,7 +33,9 @@ class Newcomers:
         self._lock = threading.Lock()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer a newcomer: what it needs to join, or None as long as it has to wait."""
+        """Answer a newcomer: what it needs to join, or None as long as it has to wait. Ranks get an empty answer."""
+        if "joins" not in question:
+            return {}
         with self._lock:
             return {"join": self._answers.setdefault(question["joins"], None)}
 
