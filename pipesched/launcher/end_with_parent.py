@@ -13,7 +13,8 @@ import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):  # the launcher died before the request
-    sys.exit("the launcher has ended before this rank could start")
-os.execv(sys.argv[2], sys.argv[2:])
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):  # the launcher died before the request
+        sys.exit("the launcher has ended before this rank could start")
+    os.execv(sys.argv[2], sys.argv[2:])

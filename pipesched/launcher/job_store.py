@@ -55,7 +55,8 @@ class JobStore:
 
     def has_ranks(self) -> bool:
         """Whether a rank is still connected, as Linux says; elsewhere False."""
-        return _connections(self.address[1]) > 1  # the launcher has a connection itself
+        own = 0 if self._server is None else 1  # the store is its own client
+        return _connections(self.address[1]) > own
 
     def close(self) -> None:
         """Stop answering."""

@@ -114,9 +114,8 @@ class Launcher:
 
     def _exchange(self, signals: SignalPipe, longest_s: float | None) -> None:
         """Wait for signals, output and the time to kill. Pass on output."""
-        pipes = (
-            {} if self._screen.full else {pipe.descriptor: pipe for rank in self._ranks for pipe in rank.open_pipes()}
-        )
+        readable = [] if self._screen.full else [pipe for rank in self._ranks for pipe in rank.open_pipes()]
+        pipes = {pipe.descriptor: pipe for pipe in readable}
         queues = {queue.descriptor: queue for queue in self._screen.queues}
         poll = select.poll()
         for descriptor in (signals.descriptor, *pipes):
@@ -124,7 +123,7 @@ class Launcher:
         for descriptor in queues:
             poll.register(descriptor, select.POLLOUT)
         times = [1.0] if longest_s is None else [longest_s]
-        if self._stop and not self._stop.killed:
+        if self._stop and self._running and not self._stop.killed:
             times.append(max(0.0, self._stop.kill_at_s - time.monotonic()))
         for descriptor, _ in poll.poll(1000 * min(times)):
             if descriptor in pipes:
