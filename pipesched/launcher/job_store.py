@@ -40,6 +40,7 @@ class JobStore:
                 self._socket = socket.create_server(("", port), backlog=queue)
         except OSError as error:
             raise InputError(_refusal(error, host, port)) from error
+        _drop_lost_hosts(self._socket)  # at once, because a connection inherits it when it is made
         self.address: tuple[str, int] = host, self._socket.getsockname()[1]
         self._server: Any = None
 
@@ -47,7 +48,6 @@ class JobStore:
         """Answer the ranks from now on."""
         from torch import distributed
 
-        _drop_lost_hosts(self._socket)
         host, port = self.address
         self._server = distributed.TCPStore(  # type: ignore[attr-defined]  # public in torch, but not exported
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._socket.detach()
@@ -74,9 +74,13 @@ def _refusal(error: OSError, host: str, port: int) -> str:
 
 
 def _drop_lost_hosts(listener: socket.socket) -> None:
-    """Close connections to hosts that are silent for 30 s. On Linux, connections inherit this from the listener."""
+    """Close connections to hosts that do not answer for 30 s. On Linux, connections inherit this from the listener.
+
+    The kernel asks a silent host whether it is alive, after 15 s. If it has sent data, it waits for an answer to these
+    instead, by default for a quarter of an hour.
+    """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000)):
         with suppress(AttributeError, OSError):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
