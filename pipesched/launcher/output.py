@@ -22,7 +22,7 @@ class LineCutter:
     def add(self, data: bytes) -> bytes:
         """Take bytes, and return the lines that are complete now."""
         data = self._part + data
-        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1  # a newline may follow a \\r at the end
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1  # a newline may follow a return at the end
         self._part = data[end:]
         lines = b"".join(self._prefix + line for line in _LINE.findall(data, 0, end))
         return lines + self.rest() if len(self._part) > _LONGEST else lines
