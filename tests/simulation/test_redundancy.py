@@ -22,8 +22,9 @@ from pipesched.simulation.simulator import message_times
 from pipesched.testing import run_fake
 from tests.support.random_programs import quick, random_program
 
+SHARED = ("chimera", "dualpipe")
 # Fake stages do not overlap actions, as dualpipe-v does.
-SCHEDULES = [name for name in schedules.names() if name not in ("chimera", "dualpipe", "dualpipe-v", "pipedream")]
+SCHEDULES = [name for name in schedules.names() if name not in (*SHARED, "dualpipe-v", "pipedream")]
 KINDS = (Kind.MIRROR, Kind.KEEP, Kind.REPLAY)
 
 
@@ -88,6 +89,30 @@ def test_a_step_lasts_until_all_copies_are_updated():
     trace = simulate(made(), costs)
     assert trace.makespan_s == 100
     assert trace.busy_s == (25,) * 4
+
+
+@pytest.mark.parametrize("name", [name for name in schedules.names() if name not in (*SHARED, "pipedream")])
+def test_a_step_is_not_longer_if_gradients_take_half_of_the_bubble(name):
+    plain = Completion(updates=True).complete(schedules.get(name).program(4, 8))
+    work = tuple(1 / share for share in plain.shares)
+    costs = Costs(work, work, work, update_s=(0.5,) * plain.num_stages, gradient_bytes=(1,) * plain.num_stages)
+    before = simulate(plain, costs)
+    bubble_s = before.bubble_ratio * before.makespan_s
+    stages_per_rank = plain.num_stages / 4
+    costs = replace(costs, keep_s=costs.update_s, links=links(stages_per_rank / (bubble_s / 2)))
+    program = made(name)
+    after = simulate(program, costs)
+    assert program.index.has(Kind.REPLAY)
+    assert after.makespan_s == pytest.approx(before.makespan_s)
+    ends = max(span.end_s for row in after.redundancy_by_rank for span in row)
+    assert ends == pytest.approx(bubble_s / 2 + stages_per_rank * 2 * 0.5)
+
+
+@pytest.mark.parametrize("factor", [1, 10, 100])
+def test_a_step_lasts_as_long_as_the_slower_of_its_work_and_its_copies(factor):
+    costs = Costs.uniform(4, update_s=1, keep_s=0, replay_s=factor, gradient_bytes=factor, links=links())
+    plain = simulate(Completion(updates=True).complete(schedules.get("1f1b").program(4, 8)), replace(costs, links=None))
+    assert simulate(made(), costs).makespan_s == max(plain.makespan_s, 2 * factor)
 
 
 @quick
