@@ -472,7 +472,7 @@ class Action(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The lane that the action occupies: compute, copy or collective."""
+        """The lane that the action occupies: compute, copy, collective or redundancy."""
         return self.kind.row.lane
 
     @classmethod

@@ -60,8 +60,8 @@ class RankMemory:
     gathered: int = 0
     #: Transient memory of the running action.
     transients: int
-    #: In the host's memory, for when a rank is lost: the weights and the optimizer's state that the rank has set aside;
-    #: and for the stages whose copies it holds, the weights, the optimizer's state and the arriving gradients.
+    #: In the host's memory, for when a rank is lost: the weights and the optimizer's state that the rank has set aside,
+    #: and its gradients until they are sent; for the stages whose copies it holds, all three as well.
     host_copies: int = 0
 
     @property
@@ -155,7 +155,8 @@ def _host_copies(program: Program, costs: Costs) -> list[int]:
     """Return the bytes of states set aside and of copies of stages that each rank holds in its host's memory."""
     held = np.zeros(program.num_ranks, np.int64)
     states = np.asarray(costs.weight_bytes, np.int64) + np.asarray(costs.optimizer_bytes, np.int64)
-    for kind, sizes in ((Kind.KEEP, states), (Kind.REPLAY, states + np.asarray(costs.gradient_bytes, np.int64))):
+    gradients = np.asarray(costs.gradient_bytes, np.int64)
+    for kind, sizes in ((Kind.KEEP, states), (Kind.MIRROR, gradients), (Kind.REPLAY, states + gradients)):
         rows = program.columns.are(kind)
         np.add.at(held, program.orders.rank_of[rows], sizes[program.columns.stage[rows]])
     own: list[int] = held.tolist()

@@ -6,6 +6,8 @@ import pytest
 
 from pipesched import Program, lower, schedules, validate
 from pipesched.errors import ScheduleError
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.program_factory import ProgramFactory
 from pipesched.program.actions import Kind
 from pipesched.program.completion import Completion
 from pipesched.program.lowering import add_redundancy, add_updates
@@ -137,3 +139,13 @@ def test_an_update_waits_for_the_keep_of_its_stage_and_a_keep_for_every_mirror()
     assert needs["1REPLAY0"] == ["1MIRROR0"]
     assert needs["1MIRROR0"] == []
     assert not without(program).has_redundancy
+
+
+def test_a_factory_of_programs_adds_redundancy_only_if_it_is_asked_to():
+    request = PlanRequest(schedule="1f1b", num_microbatches=2)
+    assert ProgramFactory(request, 2, updates=True, redundancy=True).full.without_messages == made()
+    assert not ProgramFactory(request, 2, updates=True).full.without_messages.has_redundancy
+    given = PlanRequest(schedule=made())
+    with pytest.raises(ScheduleError, match=r"but this pipeline keeps no copies; pass the program without them"):
+        ProgramFactory(given, 2, updates=True).check_updates()
+    ProgramFactory(given, 2, updates=True, redundancy=True).check_updates()

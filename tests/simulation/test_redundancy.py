@@ -197,8 +197,8 @@ def test_host_copies_are_counted_apart_from_the_device():
     costs = replace(Costs.uniform(4), **sizes)
     plain = rank_memory(Completion(updates=True).complete(schedules.get("1f1b").program(4, 8)), costs)
     memory = rank_memory(made(), costs)
-    # its own weights and optimizer state, and all three of the rank before
-    assert [own.host_copies for own in memory] == [11 + 444, 22 + 111, 33 + 222, 44 + 333]
+    # its own weights, optimizer state and gradients, and those of the rank before
+    assert [own.host_copies for own in memory] == [111 + 444, 222 + 111, 333 + 222, 444 + 333]
     assert [replace(own, host_copies=0) for own in memory] == [*plain]
     assert [own.total_bytes for own in memory] == [own.total_bytes for own in plain]
     assert [own.total_with_host_bytes - own.total_bytes for own in memory] == [own.host_copies for own in memory]
@@ -254,6 +254,6 @@ def test_a_plan_states_whether_copies_of_stages_are_kept():
     assert loaded.completion.redundancy
     assert loaded.completed == plan.completed == made()
     assert not Plan.from_dict(plain.to_dict()).completion.redundancy
-    assert [own.host_copies for own in loaded.memory()] == [3 + 7] * 4
+    assert [own.host_copies for own in loaded.memory()] == [7 + 7] * 4
     with pytest.raises(ScheduleError, match="redundancy of a plan must be True or False"):
         Plan.from_dict({**values, "completion": {"updates": True, "redundancy": 1}})

@@ -123,7 +123,7 @@ def test_a_report_has_the_memory_of_copies_and_says_where_it_is():
     assert "host copies" in table.columns
     assert "in the host's memory" in table.note
     row = dict(zip(table.columns, table.rows[0], strict=True))
-    assert row["host copies"].value == 2 + 2 + 2
+    assert row["host copies"].value == 2 * (2 + 2)  # weights and gradients, of its own stage and of the other
     plain = Plan(stages, "1f1b", PLAIN, costs=COSTS, completion=Completion(updates=True))
     table = next(table for table in tables(plain, None, None) if table.title == "Memory, predicted")
     assert "host copies" not in table.columns
