@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipesched import Costs, Plan, schedules, simulate
+from pipesched.planning.report.findings import findings
 from pipesched.planning.report.tables import tables
 from pipesched.program.actions import Kind
 from pipesched.program.completion import Completion
@@ -113,6 +114,17 @@ def test_a_page_shows_and_describes_the_copies(trace):
     assert "rank 0 0MIRROR" in svg
     assert colour(Kind.KEEP) in svg
     assert timeline_html(trace).startswith("<img")
+
+
+def test_a_report_says_what_copies_cost(trace):
+    costs = replace(COSTS, reduce_s=())
+    plan = Plan((("0",), ("1",)), "1f1b", PLAIN, costs=costs, completion=Completion(updates=True, redundancy=True))
+    said = "\n".join(findings(plan, plan.predicted(), None, None, []))
+    assert "they are up to date 40.0% into the step, make it 0.0% longer, and take at most 8 B of a rank's host" in said
+    slow = replace(plan, costs=replace(costs, keep_s=(11, 11)))
+    assert "make it 40.0% longer" in "\n".join(findings(slow, slow.predicted(), None, None, []))
+    plain = replace(plan, completion=Completion(updates=True))
+    assert "copies of stages" not in "\n".join(findings(plain, plain.predicted(), None, None, []))
 
 
 def test_a_report_has_the_memory_of_copies_and_says_where_it_is():
