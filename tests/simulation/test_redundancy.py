@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesched import Action, Costs, Kind, Plan, Trace, schedules, simulate
+from pipesched import Action, Costs, Kind, Plan, Trace, lower, schedules, simulate
 from pipesched.errors import ScheduleError
 from pipesched.planning.step_shares import step_shares
 from pipesched.program.completion import Completion
@@ -257,3 +257,14 @@ def test_a_plan_states_whether_copies_of_stages_are_kept():
     assert [own.host_copies for own in loaded.memory()] == [7 + 7] * 4
     with pytest.raises(ScheduleError, match="redundancy of a plan must be True or False"):
         Plan.from_dict({**values, "completion": {"updates": True, "redundancy": 1}})
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_messages_of_a_program_do_not_change_the_times_of_redundancy(contended):
+    costs = Costs.uniform(4, update_s=1, keep_s=2, gradient_bytes=30, output_bytes=1, links=links(contended=contended))
+    program = made("interleaved-1f1b", 2)
+    plain, lowered = simulate(program, costs), simulate(lower(program), costs)
+    assert plain.redundancy_by_rank == lowered.redundancy_by_rank
+    assert plain.by_rank == lowered.by_rank
+    assert spans(plain, Kind.MIRROR) == {0: (0, 30), 1: (0, 30), 2: (30, 60), 3: (30, 60)}
+    assert spans(plain, Kind.KEEP) == {0: (60, 62), 1: (60, 62), 2: (62, 64), 3: (62, 64)}
