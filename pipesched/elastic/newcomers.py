@@ -33,7 +33,12 @@ class Newcomers:
         self._lock = threading.Lock()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer a newcomer: what it needs to join, or None as long as it has to wait."""
+        """Answer a newcomer: what it needs to join, or None as long as it has to wait.
+
+        A rank that has noticed a loss earlier may ask who lives. This rank does, and has nothing to say yet.
+        """
+        if "joins" not in question:
+            return {}
         with self._lock:
             return {"join": self._answers.setdefault(question["joins"], None)}
 
