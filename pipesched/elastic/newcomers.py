@@ -70,7 +70,7 @@ def asked_to_join(path: str | PathLike[str], timeout_s: float) -> dict[str, Any]
     while time.monotonic() < end_s:
         with suppress(OSError, ValueError):
             first = Address(*json.loads(Path(path).read_text())[0])
-            answer = asked_of(first, {"joins": name}, _PATIENCE_S)
+            (answer,) = asked_of([first], {"joins": name}, _PATIENCE_S)
             said = f"{first.name} of the job does not answer at {first.host}:{first.port}"
             if answer not in (ENDED, SILENT):
                 said = f"{first.name} of the job has not let it join"

@@ -21,7 +21,7 @@ from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
-from pipesched.elastic.survivors import HeldLayers, Report, Survivors, store_at
+from pipesched.elastic.survivors import HeldLayers, LostForGood, Report, Survivors, store_at
 from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.plan_switch import PlanSwitch
@@ -47,10 +47,6 @@ _SENT = (SettingsChange, FoundPlan)  # the types of values that only recoveries 
 _LOG = logging.getLogger(__name__)
 
 _KEPT_CALLS = 2  # a step may have to run again after the next one has begun
-
-
-class _LostForGood(RankLost):
-    """A loss after which the job cannot go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +142,7 @@ class Recovery:
         grid = running.host.grid
         call = KeptCall(given, metrics, wanted, running.splitter, grid.replica, len(grid.rows))
         is_new = True  # whether the caller knows the present number of replicas
+        in_vain = False  # whether the last recovery has lost nobody, as after a broken connection
         while True:
             try:
                 self._let_join()
@@ -154,10 +151,10 @@ class Recovery:
                 call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
             except RankLost as error:
-                if not self._options.recovers or isinstance(error, _LostForGood):
+                if not self._options.recovers or isinstance(error, LostForGood) or in_vain:
                     raise
                 replicas = len(self._running.host.grid.rows)
-                self.recover(error)
+                in_vain = not self.recover(error).lost
                 is_new = is_new and replicas == 1
 
     def _divided_call(self, call: KeptCall, *, is_new: bool) -> KeptCall:
@@ -171,7 +168,7 @@ class Recovery:
             self._late = None
             divided = of_replica(running.host, call.in_microbatches() if is_new else None)
             if divided is None:
-                raise _LostForGood(
+                raise LostForGood(
                     f"a step can run again only if each replica has its batch; nobody has the batch of replica "
                     f"{running.host.grid.replica} in step {step}; start the job again from the last checkpoint"
                 )
@@ -347,14 +344,14 @@ class Recovery:
                 return self._recovered()
             except RankLost as again:
                 lost += 1
-                if isinstance(again, _LostForGood) or lost > self._connected.num_ranks:
+                if isinstance(again, LostForGood) or lost > self._connected.num_ranks:
                     raise
 
     def _recovered(self) -> Recovered:
         begun_s = time.perf_counter()
         connected, redundancy = self._base, self._redundancy
         if redundancy is None:
-            raise _LostForGood("a rank was lost before any state was copied; start the job again")
+            raise LostForGood("a rank was lost before any state was copied; start the job again")
         redundancy.settle()
         if self._survivors is None:
             layers = list(self._spec.layers)
@@ -364,7 +361,7 @@ class Recovery:
         names = [name for rank, name in enumerate(connected.grid.names) if rank not in decision.members]
         step = decision.version
         if step is None:
-            raise _LostForGood(
+            raise LostForGood(
                 f"the state of each layer must be held by a rank that lives; {', '.join(names)} held the only copies "
                 f"of a layer; start the job again from the last checkpoint"
             )
