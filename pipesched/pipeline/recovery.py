@@ -371,7 +371,10 @@ class Recovery:
         group = NewGroup(
             rank=numbers[connected.rank], num_ranks=len(numbers), host=decision.host, port=decision.port, step=step
         )
-        host = self._regrouping.connect(group, work, survivors.store, connected.encoding)
+        try:
+            host = self._regrouping.connect(group, work, survivors.store, connected.encoding)
+        except RuntimeError as error:
+            raise RankLost(f"all {len(numbers)} ranks that live must connect anew; {error}") from error
         with self._new_alarm(host):
             changes = self._exchange(host, redundancy, step, waits_in)
             self._regrouping.take_over(host, work, numbers, parts, step)
