@@ -174,8 +174,11 @@ class Recovery:
                 )
         return call if divided is None else call.over(divided)
 
-    def _stepped(self, call: KeptCall) -> Any:
-        step = self._returned = self._running.step
+    def _stepped(self, call: KeptCall, *, again: bool = False) -> Any:
+        """Run a step. ``again`` states whether it has returned to the user before a rank was lost."""
+        step = self._running.step
+        if not again:
+            self._returned = step
         self._calls = {known: own for known, own in self._calls.items() if known > step - _KEPT_CALLS}
         self._calls[step] = call
         with self._connected.stopping_all("a step"):
@@ -185,7 +188,8 @@ class Recovery:
             self._connected.finish_broadcast()
         if self._redundancy is not None:
             self._redundancy.finish()
-        self._returned = step + 1
+        if not again:
+            self._returned = step + 1
         self._calls[step] = call.copied()
         return result
 
@@ -382,7 +386,7 @@ class Recovery:
         self._settle_in(redundancy.kept)
         self._change_settings(changes, step)
         for missed in range(step, waits_in):
-            self._stepped(self._divided_call(self._calls[missed], is_new=False))
+            self._stepped(self._divided_call(self._calls[missed], is_new=False), again=True)
             self._change_settings(changes, missed + 1)
         return self._tell(step, begun_s, lost=names)
 
