@@ -181,7 +181,7 @@ class Recovery:
             self._returned = step
         self._calls = {known: own for known, own in self._calls.items() if known > step - _KEPT_CALLS}
         self._calls[step] = call
-        with self._connected.stopping_all("a step"):
+        with self._connected.waiting("a step"):
             self._begin(step)
         result = self._run_step(call.given, call.metrics, **call.wanted)
         with self._connected.stopping_all("a step"):
