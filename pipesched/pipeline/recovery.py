@@ -116,6 +116,8 @@ class Recovery:
         self._past: list[Alarm] = []
         #: The rank whose alarm the ranks that live use to agree; it stays while a recovery is not complete.
         self._base: ConnectedRank
+        #: The work before the loss, because an attempt to recover may have replaced the running plan.
+        self._work: Work
         self._returned = running.step
         self._is_whole = True
         self._newcomers = Newcomers()
@@ -360,6 +362,7 @@ class Recovery:
         if self._survivors is None:
             layers = list(self._spec.layers)
             self._survivors = Survivors(connected.alarm, connected.store, layers, connected.timeout_s)
+            self._work = Work.of(self._running)
         survivors, waits_in = self._survivors, self._returned
         decision = survivors.agree(self._report(redundancy))
         names = [name for rank, name in enumerate(connected.grid.names) if rank not in decision.members]
@@ -371,7 +374,7 @@ class Recovery:
             )
         parts = redundancy.parts(step, self._live_run())
         redundancy.is_frozen = True
-        work, numbers = Work.of(self._running), {rank: place for place, rank in enumerate(decision.members)}
+        work, numbers = self._work, {rank: place for place, rank in enumerate(decision.members)}
         group = NewGroup(
             rank=numbers[connected.rank], num_ranks=len(numbers), host=decision.host, port=decision.port, step=step
         )
