@@ -164,17 +164,18 @@ class Recovery:
 
         ``is_new`` states whether the caller has passed the batch of this replica.
         """
-        step, running = self._running.step, self._running
-        divided = None if is_new else self._divided.pop(step, None)
+        step, running, grid = self._running.step, self._running, self._running.host.grid
+        divided = self._divided.pop(step, None)  # on all ranks, because ranks compare the form of their batches, too
         if self._late == step:
             self._late = None
-            divided = of_replica(running.host, call.in_microbatches() if is_new else None)
+            fits = is_new or (call.replica, call.num_replicas) == (grid.replica, len(grid.rows))
+            divided = of_replica(running.host, call.in_microbatches() if fits else None)
             if divided is None:
                 raise LostForGood(
                     f"a step can run again only if each replica has its batch; nobody has the batch of replica "
-                    f"{running.host.grid.replica} in step {step}; start the job again from the last checkpoint"
+                    f"{grid.replica} in step {step}; start the job again from the last checkpoint"
                 )
-        return call if divided is None else call.over(divided)
+        return call if divided is None else call.over(divided, grid.replica, len(grid.rows))
 
     def _stepped(self, call: KeptCall, *, again: bool = False) -> Any:
         """Run a step. ``again`` states whether it has returned to the user before a rank was lost."""
@@ -420,7 +421,7 @@ class Recovery:
         gather = host.collectives.gathered_in_all
         self._last_lost = last = max(gather(waits_in))
         calls = {known: call for known, call in self._calls.items() if known >= step}
-        if any(call.num_replicas > 1 for call in calls.values()):
+        if any(gather(any(call.num_replicas > 1 for call in calls.values()))):
             self._divided = divided_anew(host, calls)
             self._late = None if last in self._divided else last
         return [change for own in gather(redundancy.settings_changes(step)) for change in own]
