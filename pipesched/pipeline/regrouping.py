@@ -156,7 +156,10 @@ class Regrouping:
         return next(
             count
             for count in range(work.num_replicas, 0, -1)
-            if num_ranks % count == 0 and work.num_microbatches % count == 0 and self.form.allows(count)
+            if num_ranks % count == 0
+            and work.num_microbatches % count == 0
+            and self.form.allows(count)
+            and (count == 1 or num_ranks > count)  # the batch of a replica with one rank would be lost with the rank
         )
 
     def connect(self, group: NewGroup, work: Work, store: Any, encoding: Encoding | None) -> RankHost:
