@@ -33,7 +33,10 @@ class Newcomers:
         self._lock = threading.Lock()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer a newcomer: what it needs to join, or None as long as it has to wait. Ranks get an empty answer."""
+        """Answer a newcomer: what it needs to join, or None as long as it has to wait.
+
+        A rank that has noticed a loss earlier may ask who lives. This rank does, and has nothing to say yet.
+        """
         if "joins" not in question:
             return {}
         with self._lock:
@@ -67,7 +70,7 @@ def asked_to_join(path: str | PathLike[str], timeout_s: float) -> dict[str, Any]
     while time.monotonic() < end_s:
         with suppress(OSError, ValueError):
             first = Address(*json.loads(Path(path).read_text())[0])
-            answer = asked_of(first, {"joins": name}, _PATIENCE_S)
+            (answer,) = asked_of([first], {"joins": name}, _PATIENCE_S)
             said = f"{first.name} of the job does not answer at {first.host}:{first.port}"
             if answer not in (ENDED, SILENT):
                 said = f"{first.name} of the job has not let it join"

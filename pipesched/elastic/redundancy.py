@@ -39,6 +39,7 @@ from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
 from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.runtime.transport.rank_exchange import Exchange
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
@@ -225,8 +226,16 @@ class Redundancy:
         self._job = self._start(partial(self._send_changes, state, change, step))
 
     def wait(self) -> None:
-        """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost."""
-        self._job.wait(self._connected.check_peers)
+        """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost.
+
+        Raises the error that has stopped the copies on this rank, such as one of the optimizer, unchanged.
+        """
+        try:
+            self._job.wait(self._connected.check_peers)
+        except ConnectionLostError:
+            if self._failure is None or isinstance(self._failure, ConnectionLostError):
+                raise
+            raise self._failure from None
 
     def _before_update(self, stage: int, skips: bool) -> None:
         """Called before the optimizer of a stage runs, with complete gradients."""

@@ -21,7 +21,7 @@ from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
-from pipesched.elastic.survivors import HeldLayers, Report, Survivors, store_at
+from pipesched.elastic.survivors import HeldLayers, LostForGood, Report, Survivors, store_at
 from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.plan_switch import PlanSwitch
@@ -47,10 +47,6 @@ _SENT = (SettingsChange, FoundPlan)  # the types of values that only recoveries 
 _LOG = logging.getLogger(__name__)
 
 _KEPT_CALLS = 2  # a step may have to run again after the next one has begun
-
-
-class _LostForGood(RankLost):
-    """A loss after which the job cannot go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +116,8 @@ class Recovery:
         self._past: list[Alarm] = []
         #: The rank whose alarm the ranks that live use to agree; it stays while a recovery is not complete.
         self._base: ConnectedRank
+        #: The work before the loss, because an attempt to recover may have replaced the running plan.
+        self._work: Work
         self._returned = running.step
         self._is_whole = True
         self._newcomers = Newcomers()
@@ -146,6 +144,7 @@ class Recovery:
         grid = running.host.grid
         call = KeptCall(given, metrics, wanted, running.splitter, grid.replica, len(grid.rows))
         is_new = True  # whether the caller knows the present number of replicas
+        in_vain = False  # whether the last recovery has lost nobody, as after a broken connection
         while True:
             try:
                 self._let_join()
@@ -154,10 +153,10 @@ class Recovery:
                 call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
             except RankLost as error:
-                if not self._options.recovers or isinstance(error, _LostForGood):
+                if not self._options.recovers or isinstance(error, LostForGood) or in_vain:
                     raise
                 replicas = len(self._running.host.grid.rows)
-                self.recover(error)
+                in_vain = not self.recover(error).lost
                 is_new = is_new and replicas == 1
 
     def _divided_call(self, call: KeptCall, *, is_new: bool) -> KeptCall:
@@ -165,30 +164,35 @@ class Recovery:
 
         ``is_new`` states whether the caller has passed the batch of this replica.
         """
-        step, running = self._running.step, self._running
-        divided = None if is_new else self._divided.pop(step, None)
+        step, running, grid = self._running.step, self._running, self._running.host.grid
+        divided = self._divided.pop(step, None)  # on all ranks, because ranks compare the form of their batches, too
         if self._late == step:
             self._late = None
-            divided = of_replica(running.host, call.in_microbatches() if is_new else None)
+            fits = is_new or (call.replica, call.num_replicas) == (grid.replica, len(grid.rows))
+            divided = of_replica(running.host, call.in_microbatches() if fits else None)
             if divided is None:
-                raise _LostForGood(
+                raise LostForGood(
                     f"a step can run again only if each replica has its batch; nobody has the batch of replica "
-                    f"{running.host.grid.replica} in step {step}; start the job again from the last checkpoint"
+                    f"{grid.replica} in step {step}; start the job again from the last checkpoint"
                 )
-        return call if divided is None else call.over(divided)
+        return call if divided is None else call.over(divided, grid.replica, len(grid.rows))
 
-    def _stepped(self, call: KeptCall) -> Any:
-        step = self._returned = self._running.step
+    def _stepped(self, call: KeptCall, *, again: bool = False) -> Any:
+        """Run a step. ``again`` states whether it has returned to the user before a rank was lost."""
+        step = self._running.step
+        if not again:
+            self._returned = step
         self._calls = {known: own for known, own in self._calls.items() if known > step - _KEPT_CALLS}
         self._calls[step] = call
-        with self._connected.stopping_all("a step"):
+        with self._connected.waiting("a step"):
             self._begin(step)
         result = self._run_step(call.given, call.metrics, **call.wanted)
         with self._connected.stopping_all("a step"):
             self._connected.finish_broadcast()
         if self._redundancy is not None:
             self._redundancy.finish()
-        self._returned = step + 1
+        if not again:
+            self._returned = step + 1
         self._calls[step] = call.copied()
         return result
 
@@ -347,34 +351,38 @@ class Recovery:
                 return self._recovered()
             except RankLost as again:
                 lost += 1
-                if isinstance(again, _LostForGood) or lost > self._connected.num_ranks:
+                if isinstance(again, LostForGood) or lost > self._connected.num_ranks:
                     raise
 
     def _recovered(self) -> Recovered:
         begun_s = time.perf_counter()
         connected, redundancy = self._base, self._redundancy
         if redundancy is None:
-            raise _LostForGood("a rank was lost before any state was copied; start the job again")
+            raise LostForGood("a rank was lost before any state was copied; start the job again")
         redundancy.settle()
         if self._survivors is None:
             layers = list(self._spec.layers)
             self._survivors = Survivors(connected.alarm, connected.store, layers, connected.timeout_s)
+            self._work = Work.of(self._running)
         survivors, waits_in = self._survivors, self._returned
         decision = survivors.agree(self._report(redundancy))
         names = [name for rank, name in enumerate(connected.grid.names) if rank not in decision.members]
         step = decision.version
         if step is None:
-            raise _LostForGood(
+            raise LostForGood(
                 f"the state of each layer must be held by a rank that lives; {', '.join(names)} held the only copies "
                 f"of a layer; start the job again from the last checkpoint"
             )
         parts = redundancy.parts(step, self._live_run())
         redundancy.is_frozen = True
-        work, numbers = Work.of(self._running), {rank: place for place, rank in enumerate(decision.members)}
+        work, numbers = self._work, {rank: place for place, rank in enumerate(decision.members)}
         group = NewGroup(
             rank=numbers[connected.rank], num_ranks=len(numbers), host=decision.host, port=decision.port, step=step
         )
-        host = self._regrouping.connect(group, work, survivors.store, connected.encoding)
+        try:
+            host = self._regrouping.connect(group, work, survivors.store, connected.encoding)
+        except RuntimeError as error:
+            raise RankLost(f"all {len(numbers)} ranks that live must connect anew; {error}") from error
         with self._new_alarm(host):
             changes = self._exchange(host, redundancy, step, waits_in)
             self._regrouping.take_over(host, work, numbers, parts, step)
@@ -382,7 +390,7 @@ class Recovery:
         self._settle_in(redundancy.kept)
         self._change_settings(changes, step)
         for missed in range(step, waits_in):
-            self._stepped(self._divided_call(self._calls[missed], is_new=False))
+            self._stepped(self._divided_call(self._calls[missed], is_new=False), again=True)
             self._change_settings(changes, missed + 1)
         return self._tell(step, begun_s, lost=names)
 
@@ -413,7 +421,7 @@ class Recovery:
         gather = host.collectives.gathered_in_all
         self._last_lost = last = max(gather(waits_in))
         calls = {known: call for known, call in self._calls.items() if known >= step}
-        if any(call.num_replicas > 1 for call in calls.values()):
+        if any(gather(any(call.num_replicas > 1 for call in calls.values()))):
             self._divided = divided_anew(host, calls)
             self._late = None if last in self._divided else last
         return [change for own in gather(redundancy.settings_changes(step)) for change in own]

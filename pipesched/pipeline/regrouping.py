@@ -148,13 +148,18 @@ class Regrouping:
         #: The mesh of the ranks; None before the first regrouping.
         self.mesh: DeviceMesh | None = None
         self._store: Any = None  # torch's default group uses it
+        #: The slow ranks before an attempt that has not been completed, keyed by their old numbers.
+        self._slow: dict[Any, float] | None = None
 
     def num_replicas(self, num_ranks: int, work: Work) -> int:
         """Return the largest number of replicas, at most as many as so far, for these ranks and micro-batches."""
         return next(
             count
             for count in range(work.num_replicas, 0, -1)
-            if num_ranks % count == 0 and work.num_microbatches % count == 0 and self.form.allows(count)
+            if num_ranks % count == 0
+            and work.num_microbatches % count == 0
+            and self.form.allows(count)
+            and (count == 1 or num_ranks > count)  # the batch of a replica with one rank would be lost with the rank
         )
 
     def connect(self, group: NewGroup, work: Work, store: Any, encoding: Encoding | None) -> RankHost:
@@ -207,7 +212,9 @@ class Regrouping:
 
         """
         cost_model, running = self._cost_model, self._running
-        cost_model.slow = {new: cost_model.slow[old] for old, new in numbers.items() if old in cost_model.slow}
+        if self._slow is None:
+            self._slow = dict(cost_model.slow)
+        cost_model.slow = {new: self._slow[old] for old, new in numbers.items() if old in self._slow}
         cost_model.regroup(host.grid, self._spec.zero)
         cost_model.layers = host.collectives.agreed(cost_model.measured)
         programs = self._programs(host, work)
@@ -216,6 +223,7 @@ class Regrouping:
         host.collectives.check_plan(programs.full.plain, (stage_cut.cut, repr(programs.checkpoint)))
         self._switch.take_over(host.use(programs.num_ranks), programs, stage_cut, parts, step)
         running.step = step
+        self._slow = None
 
     def _programs(self, host: RankHost, work: Work) -> ProgramFactory:
         """Return the programs of the present schedule or, if it cannot have this number of ranks, of 1f1b."""

@@ -40,6 +40,7 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 __all__ = ["Alarm"]
 
 _PATIENCE_S = 2.0  # time to wait for replies, or for another rank to find the rank to blame
+_SEND_S = 0.1  # time to send a notice that is read later
 _GRACE_S = 0.5  # time in which a message can still arrive after a rank's process has exited
 _LOOK_S = 0.2  # after a fault, the time between two checks for a stuck rank
 _WORD_BYTES = 32
@@ -209,6 +210,8 @@ class _ListenerState:
     def _reply(self, said: Any) -> Any:
         """Return the reply to a message: this rank's state to a fault; a dict to a question."""
         if isinstance(said, dict):
+            if not self.recovers and self.state is not None and self.state.doing == "raised":
+                return {"ends": True}
             return {} if self.answer is None else self.answer(said)
         self.hear(Fault(*said))
         return self.state
@@ -290,11 +293,12 @@ class Alarm:
         """The fault that has ended the pipeline, if there is one."""
         return self._listener.fault
 
-    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, recovers: bool = False) -> None:
-        """Answer questions of other processes with this function.
+    @property
+    def settled(self) -> threading.Event:
+        """Is set once it is certain which rank has failed."""
+        return self._listener.settled
 
-        ``recovers`` states whether the rank recovers from a loss, so that its collectives do not count as stuck.
-        """
+    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, recovers: bool = False) -> None:
         self._listener.answer = answer
         self._listener.recovers = recovers
 
@@ -444,7 +448,7 @@ class Alarm:
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)
         silent = [one for one in self._others() if answers.get(one.name) == SILENT]
-        told(fault, silent, 0.0)  # a frozen rank reads it when it wakes
+        told(fault, silent, _SEND_S)  # a frozen rank reads it when it wakes
 
     def _host_of_lost_store(self) -> tuple[list[str], str] | None:
         """If the job's store is lost, return the name of the process that hosts it, and the reason; otherwise None."""
