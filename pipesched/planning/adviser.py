@@ -149,7 +149,8 @@ class _Adviser:
         found = self._quick(arguments)
         if found is None:
             return no_more_in_words(what, reason)
-        return more_in_words(what, count, float(found.candidate.step_s), self._own_s)
+        name, value = next(iter(arguments.items()))
+        return more_in_words(what, count, float(found.candidate.step_s), self._own_s, f"{name}={value}")
 
     def _links_among(self, num_ranks: int) -> Links | None:
         links = self.search.links
@@ -295,7 +296,7 @@ class _Adviser:
         else:
             effect = (
                 f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less, with "
-                f"{label_of(found.candidate.candidate)}"
+                f"schedule {label_of(found.candidate.candidate)}"
             )
         return NextStep(
             cause=change.cause,
