@@ -29,7 +29,7 @@ __all__ = [
 Cause = Literal["compute", "messages", "replicas", "memory", "micro-batches", "balance", "ranks", "choices"]
 
 _NOTABLE = 0.08  # a loss below this share of the step binds nothing: then the plan is bound by its compute
-_MISSED = 0.005  # an alternative that is faster than the plan by this fraction is one that the search has missed
+_MISSED = 0.0005  # an alternative that is faster than the plan by this fraction is one that the search has missed
 _ROUNDING = 1e-6  # relative difference below which the work of two ranks is equal
 _NAMES = {
     "compute": "bound by compute",
@@ -206,7 +206,7 @@ def more_in_words(what: str, count: int, step_s: float, own_s: float, remedy: st
     """
     more = step_s / own_s - 1 if own_s else 0.0
     reason = f"the best plan with {counted(count, what)} takes {quote_time(step_s)} ({more:+.1%})"
-    missed = f"; the effort of this search did not suffice to find it: pass {remedy}" if more <= -_MISSED else ""
+    missed = f"; this search did not find it: pass {remedy}" if more <= -_MISSED else ""
     return no_more_in_words(what, reason + missed)
 
 

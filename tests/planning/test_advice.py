@@ -136,9 +136,17 @@ def test_equal_ranks_are_not_told_apart() -> None:
     assert "bound by compute: all 4 ranks have the same work" in planned("compute").explain()
 
 
-def test_where_the_effort_did_not_suffice_the_faster_plan_is_named_with_the_argument_that_finds_it() -> None:
+def test_a_faster_plan_that_the_search_missed_is_named_with_the_argument_that_finds_it() -> None:
     plan = planned("memory")
     line = next(line for line in plan.advice.why_not_more if "chunks" in line)
-    assert line.endswith("; the effort of this search did not suffice to find it: pass num_stages=8")
+    assert line.endswith("; this search did not find it: pass num_stages=8")
     followed = planned("memory", num_stages=8)
     assert followed.alternatives[0].step_s < 0.97 * plan.alternatives[0].step_s
+
+
+def test_without_a_memory_limit_no_reason_names_one() -> None:
+    """The plan has one rank in each pipeline, where no schedule has chunks."""
+    profile = Profile.from_table(layers(4, parameter_bytes=MIB), rows=4)
+    plan = tune_profile(profile, num_ranks=4, batch_size=64, links=FAST, axes={"pipeline": 1, "replicate": 4})
+    assert "why not more chunks: chunks need several ranks in a pipeline" in plan.advice.why_not_more
+    assert "memory limit" not in plan.explain()
