@@ -306,13 +306,18 @@ class _Adviser:
                 f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less, with "
                 f"schedule {label_of(found.candidate.candidate)}"
             )
+        arguments = {**self._pinned, **change.arguments}
+        words = change.words
+        if self._pinned:
+            axes = arguments["axes"]
+            words += f" as {counted(axes['replicate'], 'replica')} of {counted(axes['pipeline'], 'rank')}"
         return NextStep(
             cause=change.cause,
-            change=change.words,
+            change=words,
             step_s=step_s,
             ratio=ratio,
             effect=effect,
-            arguments={**self._pinned, **change.arguments},
+            arguments=arguments,
         )
 
 

@@ -150,3 +150,15 @@ def test_without_a_memory_limit_no_reason_names_one() -> None:
     plan = tune_profile(profile, num_ranks=4, batch_size=64, links=FAST, axes={"pipeline": 1, "replicate": 4})
     assert "why not more chunks: chunks need several ranks in a pipeline" in plan.advice.why_not_more
     assert "memory limit" not in plan.explain()
+
+
+def test_a_next_step_of_replicas_names_the_division_that_it_expects() -> None:
+    """A search with axes="auto" for more ranks may divide them otherwise, and be faster than expected."""
+    profile = Profile.from_table(layers(4, parameter_bytes=MIB), rows=4)
+    request: dict[str, Any] = {"batch_size": 64, "links": FAST, "axes": "auto"}
+    plan = tune_profile(profile, num_ranks=4, **request)
+    assert plan.replication is not None
+    step = next(step for step in plan.advice.next_steps if step.cause == "compute")
+    replicas, ranks = 2 * plan.replication.num_replicas, plan.program.num_ranks
+    assert step.change == f"num_ranks=8 as {replicas} replicas of {ranks} rank{'s' * (ranks > 1)}"
+    assert reached(step, tune_profile(profile, **{"num_ranks": 4, **request, **step.arguments}))
