@@ -140,59 +140,57 @@ class Survivors:
         self._alarm.answer_with(self._known.answer)
         self._check_blamed()
         self._look_for_blamed()
-        end_s = time.monotonic() + self._timeout_s
         while (leader := min(self._alive())) != self._alarm.rank:
-            decision = self._asked(leader, report, end_s)
+            decision = self._asked(leader, report)
             if decision is not None:
                 return self._taken(decision)
-        return self._taken(self._led(end_s))
+        return self._taken(self._led())
 
     def _alive(self) -> list[int]:
         return [rank for rank in range(len(self._alarm.addresses)) if rank not in self._lost]
 
     def _check_blamed(self) -> None:
-        fault = self._alarm.fault
-        if fault is not None and fault.settled and fault.who == self._alarm.name:
+        if self._alarm.rank in self._alarm.blamed:
             raise RankLost(
-                f"a rank that the others have given up must not go on; {fault}; the others go on without "
+                f"a rank that the others have given up must not go on; {self._alarm.fault}; the others go on without "
                 f"{self._alarm.name}; end this process"
             )
 
     def _look_for_blamed(self) -> None:
         """Find out whether the rank to blame has ended, or does not answer."""
-        fault = self._alarm.fault
-        names = [] if fault is None else fault.who.split(", ")
-        for rank, address in enumerate(self._alarm.addresses):
-            if address.name in names:
-                self._lose(rank, asked_of(address, {}, _GLANCE_S))
+        for rank in self._alarm.blamed:
+            self._lose(rank, is_cut_off=asked_of(self._alarm.addresses[rank], {}, _GLANCE_S) == SILENT)
 
-    def _lose(self, rank: int, answer: Any) -> None:
+    def _lose(self, rank: int, *, is_cut_off: bool) -> None:
+        """Go on without a rank. ``is_cut_off`` states whether it may live and decide by itself."""
         self._lost.add(rank)
-        if answer == SILENT:
+        if is_cut_off:
             self._silent.add(rank)
 
-    def _asked(self, leader: int, report: Report, end_s: float) -> Decision | None:
-        """Ask the leader once; return its decision, or None if there is none yet or if the leader is lost."""
+    def _asked(self, leader: int, report: Report) -> Decision | None:
+        """Ask the leader until it has decided, and return its decision; None if the leader is lost."""
         address = self._alarm.addresses[leader]
         question = {"attempt": self._attempt, "rank": self._alarm.rank, "report": report}
-        answer = asked_of(address, question, _PATIENCE_S)
-        if answer in (ENDED, SILENT) or time.monotonic() > end_s:
-            self._lose(leader, answer)
-            return None
-        found = answer.get("decision")
-        if found is None:
+        end_s = time.monotonic() + 2 * self._timeout_s  # longer than a leader waits for reports
+        while True:
+            answer = asked_of(address, question, _PATIENCE_S)
+            if answer in (ENDED, SILENT) or time.monotonic() > end_s:
+                self._lose(leader, is_cut_off=answer != ENDED)
+                return None
+            found = answer.get("decision")
+            if found is not None:
+                return Decision(**found)
             time.sleep(_PAUSE_S)
-            return None
-        return Decision(**found)
 
-    def _led(self, end_s: float) -> Decision:
+    def _led(self) -> Decision:
         """Lead: wait for the reports of all ranks that live, and decide."""
         reports = self._known.reports
+        end_s = time.monotonic() + self._timeout_s
         while missing := [rank for rank in self._alive() if (self._attempt, rank) not in reports]:
             for rank in missing:
                 answer = asked_of(self._alarm.addresses[rank], {}, _PATIENCE_S)
                 if answer in (ENDED, SILENT) or time.monotonic() > end_s:
-                    self._lose(rank, answer)
+                    self._lose(rank, is_cut_off=answer != ENDED)
             time.sleep(_PAUSE_S)
         members = self._alive()
         version = common_version({rank: reports[self._attempt, rank] for rank in members}, self._layers)
@@ -205,7 +203,7 @@ class Survivors:
         silent = ", ".join(self._alarm.addresses[rank].name for rank in sorted(self._silent))
         return (
             f"only the larger part of the ranks may go on, because the others may live behind a broken link; "
-            f"{counted(len(members), 'rank')} can be reached, and {silent} cannot"
+            f"{counted(len(members), 'rank')} agreed, and {silent} gave no answer in time"
         )
 
     def _taken(self, decision: Decision) -> Decision:

@@ -288,6 +288,19 @@ class Alarm:
         """The fault that has ended the pipeline, if there is one."""
         return self._listener.fault
 
+    @property
+    def blamed(self) -> list[int]:
+        """The ranks of this pipeline that the fault blames, in ascending order; none while it is only a guess."""
+        fault = self.fault
+        if fault is None or not fault.settled:
+            return []
+        who = f", {fault.who}, "  # a name may contain a comma, and may be older than the last ``rename``
+        return [
+            rank
+            for rank, address in enumerate(self._addresses)
+            if any(f", {name}, " in who for name in (address.name, self._names[rank]))
+        ]
+
     def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Answer questions of other ranks with this function, and no longer look for stuck collectives."""
         self._listener.answer = answer
