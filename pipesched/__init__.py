@@ -26,7 +26,7 @@ Each of these packages imports only from the packages above it:
     runtime                     stages, executors, transport
     profiling, saving           measured costs; checkpoints
     pipeline                    Pipeline and tune
-    testing, cli                helpers for tests; the command line
+    testing, launcher, cli      helpers for tests; the processes of `pipesched run`; the command line
 
 pipesched imports each name on first use, so you can study schedules without torch.
 """

@@ -11,7 +11,7 @@ __all__ = ["TEMPORARY", "write_whole"]
 TEMPORARY = ".tmp"
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
+def write_whole(path: Path, data: bytes | str, *, private: bool = False) -> None:
     """Write a file under a temporary name, flush it to the disk, and rename it.
 
     If this fails, the old file is unchanged. The target of a link is replaced, not the link. Anything but a file, such
@@ -20,6 +20,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
     Args:
         path: the path of the file.
         data: the contents. Text is written as UTF-8.
+        private: whether only this user may read the file. Default: False.
 
     """
     contents = data.encode() if isinstance(data, str) else data
@@ -30,6 +31,8 @@ def write_whole(path: Path, data: bytes | str) -> None:
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
+            if private:
+                temporary.chmod(0o600)
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Span, Trace
 
-__all__ = ["Bar", "bars", "chunks_visited", "collective_bars", "gaps", "kinds", "num_chunks"]
+__all__ = ["Bar", "bars", "chunks_visited", "collective_bars", "gaps", "kinds", "num_chunks", "redundancy_bars"]
 
 
 class Bar(NamedTuple):
-    """One bar of a timeline: a compute span or a collective, such as a reduction or a gather."""
+    """One bar of a timeline: a compute span, a collective (a reduction or a gather) or a copy for redundancy."""
 
     rank: int
     #: The position of the stage among the stages of the rank.
@@ -55,6 +55,17 @@ def collective_bars(trace: Trace) -> Iterator[Bar]:
             yield Bar(rank, chunk.get(stage, 0), kind, stage, number, start - zero, end - zero)
 
 
+def redundancy_bars(trace: Trace) -> Iterator[Bar]:
+    """Yield a bar for each MIRROR, KEEP and REPLAY, rank by rank in time order."""
+    zero = trace.start_s
+    chunk: dict[int, int] = {}
+    for row in trace.by_rank:
+        chunk |= {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
+    for rank, row in enumerate(trace.redundancy_by_rank):
+        for (stage, kind, number, _), _, start, end, _ in row:
+            yield Bar(rank, chunk.get(stage, 0), kind, stage, number, start - zero, end - zero)
+
+
 def _overlap(one: Span, other: Span) -> bool:
     """Return whether two spans form an overlapping pair: have the same start, the same end and a duration above 0."""
     return one.start_s == other.start_s < one.end_s == other.end_s
@@ -76,8 +87,8 @@ def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
 
 
 def kinds(*traces: Trace) -> list[Kind]:
-    """Return the compute kinds and the collective kinds that a timeline shows, in the order of `Kind`."""
-    rows = (row for trace in traces for row in (*trace.by_rank, *trace.collectives_by_rank))
+    """Return the kinds that a timeline shows, in the order of `Kind`: all but messages and copies of activations."""
+    rows = (row for own in traces for row in (*own.by_rank, *own.collectives_by_rank, *own.redundancy_by_rank))
     present = {span.action.kind for row in rows for span in row}
     return [kind for kind in Kind if kind in present]
 

@@ -8,7 +8,7 @@ from pipesched.errors import InputError
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import time_unit
 from pipesched.viz.headline import headline
-from pipesched.viz.legend import MOST_IN_A_ROW, patches
+from pipesched.viz.legend import columns, patches
 from pipesched.viz.timeline import DPI, draw_timeline, rows_inches
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
         figure.legend(
             handles=entries,
             loc="outside upper left",
-            ncols=min(len(entries), MOST_IN_A_ROW),
+            ncols=columns(entries),
             frameon=False,
             handlelength=1.4,
         )

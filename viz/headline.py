@@ -1,5 +1,6 @@
 """Headline: the title of a timeline, with the trace's key figures."""
 
+from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 from pipesched.viz.bars import chunks_visited
@@ -22,7 +23,7 @@ def headline(trace: Trace, label: str | None = None) -> str:
 
 def _communication(trace: Trace) -> str:
     """Return the percentage of communication time that is hidden, as text for the title."""
-    several = any(kind.row.letter for kind in trace.kinds)
+    several = Kind.UNSHARD in trace.kinds
     return f"{'communication' if several else 'reductions'} {trace.hidden_communication:.1%}"
 
 

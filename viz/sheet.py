@@ -9,7 +9,7 @@ from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time, time_unit
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour, towards_white
 from pipesched.viz.headline import headline
-from pipesched.viz.legend import MOST_IN_A_ROW, patches
+from pipesched.viz.legend import columns, patches
 from pipesched.viz.timeline import DPI, draw_timeline, rows_inches
 
 if TYPE_CHECKING:
@@ -120,9 +120,7 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
         drawn.append(ax)
     entries = patches(*(trace for _, trace in traces))
     place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2, "borderpad": 0.2}
-    drawn[-1].legend(
-        handles=entries, ncols=min(len(entries), MOST_IN_A_ROW), frameon=False, fontsize=9, handlelength=1.4, **place
-    )
+    drawn[-1].legend(handles=entries, ncols=columns(entries), frameon=False, fontsize=9, handlelength=1.4, **place)
 
 
 def _work(ax: "Axes", comparison: Comparison) -> None:

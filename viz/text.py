@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from pipesched.checks import is_whole, shown
 from pipesched.errors import InputError
+from pipesched.program.actions import Kind, Lane
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import quote_time
-from pipesched.viz.bars import Bar, bars, collective_bars, kinds, num_chunks
+from pipesched.viz.bars import Bar, bars, collective_bars, kinds, num_chunks, redundancy_bars
 from pipesched.viz.blocks import block_row, legend
 from pipesched.viz.headline import headline
 
@@ -40,7 +41,9 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     ``F3`` is the forward of micro-batch 3, dashes continue an action, and ``.`` is idle time. If ranks have several
     stages, ``2F3`` is the forward on stage 2. ``F4&B2`` is an overlapping pair, shortened to ``F4`` if it does not fit.
     A rank with collectives has a second line, in which a number is the bucket of a gradient reduction (REDUCE), and
-    ``U0`` is the first gather of weights (UNSHARD).
+    ``U0`` is the first gather of weights (UNSHARD). A rank with redundancy has another line: ``M2`` sends the gradients
+    of stage 2 to its copy (MIRROR), ``K2`` sets the state of stage 2 aside (KEEP), and ``R1`` updates the copy of stage
+    1 (REPLAY).
 
     If all times are multiples of one unit, every unit is drawn as a cell of fixed width. If such cells do not fit into
     ``width``, time is scaled: each column shows the action at the middle of the column, and numbers that do not fit are
@@ -68,48 +71,56 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     drawn = [bar for bar in bars(trace) if bar.end_s > bar.start_s]
     several = num_chunks(trace) > 1
     scale = _scale(trace, drawn, several, max(_FEWEST, width - max(map(len, names), default=0)))
-    rows, lanes = _blocks(trace, drawn, scale) if scale.dense else _labels(trace, drawn, scale)
-    lane = "comm" if any(kind.row.letter for kind in trace.kinds) else "reduce"
+    rows = _blocks(trace, drawn, scale) if scale.dense else _labels(trace, drawn, scale)
+    lanes = {
+        "comm" if Kind.UNSHARD in trace.kinds else "reduce": _lane(list(collective_bars(trace)), scale),
+        "copies": _lane(list(redundancy_bars(trace)), scale),
+    }
     lines = []
     for rank, (name, row) in enumerate(zip(names, rows, strict=True)):
         lines.append((name + row).rstrip())
-        lines += [(lane.ljust(len(name) - 3) + " | " + lanes[rank]).rstrip()] if rank in lanes else []
+        for lane, below in lanes.items():
+            lines += [(lane.ljust(len(name) - 3) + " | " + below[rank]).rstrip()] if rank in below else []
     notes = [legend(kinds(trace))] if scale.dense else []
     notes += ["lower case: odd chunks"] if several and not scale.dense and not scale.with_stage else []
     return "\n".join([*lines, "; ".join([headline(trace), *_scale_note(scale), *notes])])
 
 
-def _labels(trace: Trace, drawn: list[Bar], scale: _Scale) -> tuple[list[str], dict[int, str]]:
-    """Return the row of each rank, and the row of collectives of each rank that has collectives, keyed by rank.
-
-    Each bar has a label.
-    """
+def _labels(trace: Trace, drawn: list[Bar], scale: _Scale) -> list[str]:
+    """Return the row of each rank. Each bar has a label."""
     rows = [_empty_row(scale) for _ in range(trace.num_ranks)]
     for bar, after in zip_longest(drawn, drawn[1:]):
         if bar.half <= 0:
             texts = _label(bar, scale.with_stage), _label(bar)[:1]
             pair = f"{texts[0]}&{_label(after, scale.with_stage)}" if bar.half else ""
             _write(rows[bar.rank], bar, scale, (pair, *texts))
-    lanes: dict[int, list[str]] = {}
-    for bar in collective_bars(trace):
-        row = lanes.setdefault(bar.rank, [" "] * scale.columns)
-        first, last = _reach(bar, scale)
-        end = " " if scale.separated else ""
-        text = f"{bar.kind.row.letter}{bar.microbatch}"
-        row[first:last] = (text.ljust(last - first - len(end), "-") + end)[: last - first]
-    return list(map("".join, rows)), {rank: "".join(row) for rank, row in lanes.items()}
+    return list(map("".join, rows))
 
 
-def _blocks(trace: Trace, drawn: list[Bar], scale: _Scale) -> tuple[list[str], dict[int, str]]:
+def _blocks(trace: Trace, drawn: list[Bar], scale: _Scale) -> list[str]:
     """Return the same rows as `_labels`, drawn with a block character for each column. A bar ends each rank's row."""
     rows: list[list[Bar]] = [[] for _ in range(trace.num_ranks)]
     for bar in drawn:
         rows[bar.rank].append(bar)
-    lanes: dict[int, list[Bar]] = {}
-    for bar in collective_bars(trace):
-        lanes.setdefault(bar.rank, []).append(bar)
-    drawn_lanes = {rank: block_row(lane, scale.columns, scale.per_s) for rank, lane in lanes.items()}
-    return [f"{block_row(row, scale.columns, scale.per_s)}|" for row in rows], drawn_lanes
+    return [f"{block_row(row, scale.columns, scale.per_s)}|" for row in rows]
+
+
+def _lane(drawn: list[Bar], scale: _Scale) -> dict[int, str]:
+    """Return the row below that of each rank that has such bars, keyed by rank. The bars are those of one lane."""
+    if scale.dense:
+        of_rank: dict[int, list[Bar]] = {}
+        for bar in drawn:
+            of_rank.setdefault(bar.rank, []).append(bar)
+        return {rank: block_row(row, scale.columns, scale.per_s) for rank, row in of_rank.items()}
+    rows: dict[int, list[str]] = {}
+    for bar in drawn:
+        row = rows.setdefault(bar.rank, [" "] * scale.columns)
+        first, last = _reach(bar, scale)
+        end = " " if scale.separated else ""
+        number = bar.stage if bar.kind.row.lane is Lane.REDUNDANCY else bar.microbatch
+        text = f"{bar.kind.row.letter}{number}"
+        row[first:last] = (text.ljust(last - first - len(end), "-") + end)[: last - first]
+    return {rank: "".join(row) for rank, row in rows.items()}
 
 
 def _label(bar: Bar, with_stage: bool = False) -> str:

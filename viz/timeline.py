@@ -7,10 +7,10 @@ from pipesched.checks import shown
 from pipesched.errors import ArgumentError
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import Unit, time_unit
-from pipesched.viz.bars import Bar, bars, collective_bars, gaps, num_chunks
+from pipesched.viz.bars import Bar, bars, collective_bars, gaps, num_chunks, redundancy_bars
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour
 from pipesched.viz.headline import headline
-from pipesched.viz.legend import MOST_IN_A_ROW, patches
+from pipesched.viz.legend import columns, patches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,10 +37,12 @@ class _Band(NamedTuple):
     height: float
 
 
-_WHOLE = _Band(-_HEIGHT / 2, _HEIGHT)
-# In a trace with collectives, the bars of compute actions leave room for those of collectives below them.
-_COMPUTE = _Band(-_HEIGHT / 2, 0.74 * _HEIGHT)
-_COLLECTIVE = _Band(-_HEIGHT / 2 + 0.8 * _HEIGHT, 0.2 * _HEIGHT)
+# The bars of compute actions leave room for those of other lanes below them: collectives, then redundancy. The bands
+# are those of compute actions and of each other lane, for traces with no, one and two other lanes.
+_BANDS = tuple(
+    tuple(_Band((top - 0.5) * _HEIGHT, height * _HEIGHT) for top, height in bands)
+    for bands in ([(0, 1)], [(0, 0.74), (0.8, 0.2)], [(0, 0.6), (0.64, 0.16), (0.84, 0.16)])
+)
 
 
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
@@ -48,7 +50,8 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
     Colours show the kinds of actions, lighter shades show later chunks, and the bubble is hatched. The numbers in the
     bars are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. Gradient
-    reductions and weight gathers are narrow bars below the compute actions of their rank. The title gives the makespan,
+    reductions and weight gathers are narrow bars below the compute actions of their rank. So are the actions that keep
+    copies for when a rank is lost (MIRROR, KEEP, REPLAY), below those. The title gives the makespan,
     the bubble (idle time / (ranks x makespan)) and the peak number of micro-batches in flight.
 
         pipesched.viz.plot_timeline(pipe.trace).figure.savefig("step.png")
@@ -65,18 +68,19 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     check_axes(ax)
     from matplotlib.figure import Figure
 
+    entries = patches(trace)
+    more = -(-len(entries) // columns(entries)) - 1 if entries else 0  # rows of the legend, besides the first
     if ax is None:
-        ax = Figure(figsize=(12, 1.3 + rows_inches(trace)), dpi=DPI, layout="constrained").add_subplot()
+        ax = Figure(figsize=(12, 1.3 + rows_inches(trace) + 0.22 * more), dpi=DPI, layout="constrained").add_subplot()
     unit = time_unit(trace.makespan_s)
     draw_timeline(ax, trace, unit, trace.makespan_s)
-    entries = patches(trace)
-    ax.set_title(headline(trace), loc="left", fontsize=11, pad=24)
+    ax.set_title(headline(trace), loc="left", fontsize=11, pad=24 + 16 * more)
     ax.set_xlabel(f"time [{unit.name}]")
     if entries:
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0.2}
         ax.legend(
             handles=entries,
-            ncols=min(len(entries), MOST_IN_A_ROW),
+            ncols=columns(entries),
             frameon=False,
             fontsize=9,
             handlelength=1.4,
@@ -107,12 +111,13 @@ def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
     ax.set_yticks(range(0, trace.num_ranks, every), [f"rank {rank}" for rank in range(0, trace.num_ranks, every)])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    collectives = list(collective_bars(trace))
-    band = _COMPUTE if collectives else _WHOLE
+    lanes = [lane for lane in (list(collective_bars(trace)), list(redundancy_bars(trace))) if lane]
+    band, *below = _BANDS[len(lanes)]
     _draw_bubble(ax, trace, unit, band)
     drawn = list(bars(trace))
     _draw_bars(ax, drawn, unit, num_chunks(trace), band)
-    _draw_bars(ax, collectives, unit, num_chunks(trace), _COLLECTIVE)
+    for lane, own in zip(lanes, below, strict=True):
+        _draw_bars(ax, lane, unit, num_chunks(trace), own)
     _draw_numbers(ax, drawn, unit, band)
 
 

@@ -15,6 +15,7 @@ from pipesched.cli.model_commands import graph, report, tune
 from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, echo, read_links, write
 from pipesched.cli.programs import program_of, read_source
 from pipesched.cli.replicas import Replicas, replica_options
+from pipesched.cli.run_command import run
 from pipesched.cli.targets import is_target
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
@@ -49,9 +50,9 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="pipesched")
 def main() -> None:
-    """Simulate, draw, check and compare pipeline schedules, and plan pipelines for models.
+    """Simulate, draw, check and compare pipeline schedules, plan pipelines for models, and start the ranks of a job.
 
-    Only graph, and tune for a model, need torch. No command needs a GPU.
+    Only graph, run, and tune for a model, need torch. No command needs a GPU.
 
     \b
     Examples:
@@ -60,7 +61,7 @@ def main() -> None:
     """
 
 
-for _command in (report, graph, tune, checkpoint, fleet):
+for _command in (report, graph, tune, checkpoint, fleet, run):
     main.add_command(_command)
 
 

@@ -45,10 +45,10 @@ class KeptCall(NamedTuple):
         targets = batch.targets or [None] * len(batch.inputs)
         return [(*inputs, target) for inputs, target in zip(batch.inputs, targets, strict=True)]
 
-    def over(self, microbatches: Sequence[_Parts]) -> "KeptCall":
-        """Return the same call for other micro-batches."""
+    def over(self, microbatches: Sequence[_Parts], replica: int, num_replicas: int) -> "KeptCall":
+        """Return the same call for the micro-batches of another replica."""
         parts = [Microbatch(*args, target=target, **kwargs) for args, kwargs, target in microbatches]
-        return self._replace(given=GivenBatch((), {}, None, parts))
+        return self._replace(given=GivenBatch((), {}, None, parts), replica=replica, num_replicas=num_replicas)
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -66,24 +66,22 @@ def divided_anew(host: RankHost, calls: Mapping[int, KeptCall]) -> dict[int, lis
 
     """
     grid, gather = host.grid, host.collectives.gathered_in_all
-    first: dict[tuple[int, int], int] = {}
-    for process, known in enumerate(gather([(step, call.replica) for step, call in calls.items()])):
+    first: dict[tuple[int, int, int], int] = {}
+    for process, known in enumerate(gather([(step, call.num_replicas, call.replica) for step, call in calls.items()])):
         for place in known:
             first.setdefault(tuple(place), process)
     own = [
-        (step, call.replica, call.num_replicas, call.in_microbatches())
+        (step, call.num_replicas, call.replica, call.in_microbatches())
         for step, call in calls.items()
-        if first[step, call.replica] == grid.rank
+        if first[step, call.num_replicas, call.replica] == grid.rank
     ]
-    found: dict[int, dict[int, list[_Parts]]] = {}
-    counts: dict[int, int] = {}
+    found: dict[tuple[int, int], dict[int, list[_Parts]]] = {}
     for given in gather(own):
-        for step, replica, num_replicas, parts in given:
-            found.setdefault(step, {})[replica] = parts
-            counts[step] = num_replicas
+        for step, num_replicas, replica, parts in given:
+            found.setdefault((step, num_replicas), {})[replica] = parts
     divided: dict[int, list[_Parts]] = {}
-    for step, by_replica in found.items():
-        if len(by_replica) == counts[step]:
+    for (step, num_replicas), by_replica in found.items():  # an attempt to recover may have divided some calls already
+        if len(by_replica) == num_replicas:
             every = [part for replica in sorted(by_replica) for part in by_replica[replica]]
             size = len(every) // len(grid.rows)
             divided[step] = every[size * grid.replica : size * (grid.replica + 1)]

@@ -9,10 +9,11 @@ __all__ = ["Recovered"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """The outcome of a recovery.
+    """The outcome of a recovery, or of a change of the ranks because others have joined.
 
     Attributes:
         lost: the names of the ranks that are lost.
+        joined: the number of processes that have joined.
         rank: the new number of this process, as ``torch.distributed.get_rank()`` returns it.
         num_ranks: the number of processes that go on.
         replica: the replica to which this process belongs now.
@@ -23,6 +24,7 @@ class Recovered:
     """
 
     lost: list[str]
+    joined: int = 0
     rank: int
     num_ranks: int
     replica: int
@@ -31,7 +33,9 @@ class Recovered:
     seconds: float
 
     def __str__(self) -> str:
+        changes = [f"{', '.join(self.lost)} lost"] * bool(self.lost)
+        changes += [f"{counted(self.joined, 'rank')} joined"] * bool(self.joined)
         return (
-            f"{', '.join(self.lost)} lost; {counted(self.num_ranks, 'rank')} go on after "
-            f"{counted(self.step, 'step')}, {self.seconds:.2f} s later; this process is rank {self.rank}"
+            f"{' and '.join(changes)}; {counted(self.num_ranks, 'rank')} go on after {counted(self.step, 'step')}, "
+            f"{self.seconds:.2f} s later; this process is rank {self.rank}"
         )

@@ -39,6 +39,7 @@ from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
 from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.runtime.transport.rank_exchange import Exchange
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
@@ -125,6 +126,7 @@ class Redundancy:
     Args:
         connected: this rank, connected to the other ranks.
         make: the user's function, which creates an optimizer.
+        newcomers: the number of processes that have asked this rank to let them join.
         kept: states that this rank holds already. Default: none.
 
     """
@@ -133,9 +135,14 @@ class Redundancy:
         self,
         connected: ConnectedRank,
         make: Callable[[list[Any]], Optimizer],
+        newcomers: Callable[[], int],
         kept: KeptStates | None = None,
     ) -> None:
         self._connected = connected
+        self._newcomers = newcomers
+        #: The commits under way and the last ones, and the newcomers that were known then, keyed by version.
+        self._commits: dict[int, LaneJob] = {}
+        self._known_newcomers: dict[int, int] = {}
         self._make = make
         self._device = torch.device("cpu")
         self.kept = kept or self._empty()
@@ -229,8 +236,16 @@ class Redundancy:
         self._job = self._start(partial(self._send_changes, state, change, step))
 
     def wait(self) -> None:
-        """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost."""
-        self._job.wait(self._connected.check_peers)
+        """Wait until all that was begun is done. Raises ConnectionLostError if a rank is lost.
+
+        Raises the error that has stopped the copies on this rank, such as one of the optimizer, unchanged.
+        """
+        try:
+            self._job.wait(self._connected.check_peers)
+        except ConnectionLostError:
+            if self._failure is None or isinstance(self._failure, ConnectionLostError):
+                raise
+            raise self._failure from None
 
     def _before_update(self, stage: int, skips: bool) -> None:
         """Called before the optimizer of a stage runs, with complete gradients."""
@@ -257,11 +272,20 @@ class Redundancy:
         change = update if self._step.is_intact else state
         self._known = self._fingerprint()
         self._job = self._start(partial(self._commit, change, state, version))
+        self._commits = {known: job for known, job in self._commits.items() if known >= version - 1}
+        self._commits[version] = self._job
         self._step = _Step()
 
     def _buffers_now(self) -> dict[str, Tensor]:
         """Return copies of the buffers, because the forwards of the next step change them while the lane works."""
         return {name: buffer.detach().clone() for name, buffer in self._run.buffers.items()}
+
+    def newcomers_before(self, step: int) -> int:
+        """Return the number of newcomers that all ranks know before a step. Waits for the commit before the last."""
+        version = step - 1
+        if version in self._commits:
+            self._commits[version].wait(self._connected.check_peers)
+        return self._known_newcomers.get(version, 0)
 
     # ---- after a loss ----------------------------------------------------------------------------------------------
 
@@ -372,7 +396,9 @@ class Redundancy:
         if arrived is not None:
             self.kept.arrived = arrived, version
         assert self._exchange is not None
-        self._exchange.all_values(b"")
+        self._known_newcomers = {version: max(self._exchange.all_values(self._newcomers()))} | {
+            known: count for known, count in self._known_newcomers.items() if known == version - 1
+        }
         self.kept.own.load(state, version)
         self.kept.take_arrived()
 

@@ -3,10 +3,15 @@
 The lowest rank that lives leads. The others ask it over the connections of the failure alarm, which need no store,
 until it has decided. If it does not live either, they ask the next one. A decision is final: each rank that knows it
 answers with it, so a rank that was frozen, and wakes later, learns that the others have gone on without it.
+
+A rank that is blamed for the fault may live: its link to another rank may be broken, or it was blamed for want of
+evidence. So it takes part if it comes to agree. Of two ranks that cannot reach each other, the leader gives up one.
+Only ranks that are known to have ended are no longer counted: of the others, the larger part may go on.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,11 +26,25 @@ from pipesched.runtime.coordination.rank_activity import ENDED, SILENT
 from pipesched.runtime.transport.sockets import own_host
 from pipesched.units import counted
 
-__all__ = ["Decision", "HeldLayers", "Report", "Survivors", "common_version", "may_go_on", "store_at"]
+__all__ = [
+    "Decision",
+    "HeldLayers",
+    "LostForGood",
+    "Report",
+    "Survivors",
+    "common_version",
+    "connected_part",
+    "may_go_on",
+    "store_at",
+]
 
 _PATIENCE_S = 2.0  # a rank whose alarm does not answer for this long counts as lost
-_GLANCE_S = 0.3  # how long a rank that is known to be lost may take to answer after all
+_GLANCE_S = 0.3  # how long a rank that is blamed for the fault may take to come after all
 _PAUSE_S = 0.02
+
+
+class LostForGood(RankLost):
+    """A loss after which this rank cannot go on."""
 
 
 class HeldLayers(NamedTuple):
@@ -41,6 +60,9 @@ class Report(NamedTuple):
     held: list[HeldLayers]
     #: The number of steps that have returned on this rank.
     returned: int
+    #: The ranks that this rank cannot reach. A connection that has broken does not count, because others may have
+    #: closed theirs when they heard of the fault; the ranks connect anew.
+    apart: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +103,21 @@ def may_go_on(members: Collection[int], silent: Collection[int]) -> bool:
     return len(members) > len(silent) or (len(members) == len(silent) and min(members) < min(silent))
 
 
+def connected_part(leader: int, reports: Mapping[int, Report]) -> list[int]:
+    """Return the ranks that go on: of two that are apart, one is given up, but never the leader.
+
+    First goes the rank that is apart from the most others; of several, the highest.
+    """
+    members = sorted(reports)
+    pairs = {frozenset((rank, other)) for rank, report in reports.items() for other in report.apart if other in reports}
+    while pairs:
+        counts = Counter(rank for pair in pairs for rank in pair if rank != leader)
+        given_up = max(counts, key=lambda rank: (counts[rank], rank))
+        members.remove(given_up)
+        pairs = {pair for pair in pairs if given_up not in pair}
+    return members
+
+
 def store_at(host: str, port: int, limit: timedelta, *, is_host: bool = False) -> Any:
     """Return a store; with ``is_host`` this process hosts it, at a free port if ``port`` is 0."""
     return distributed.TCPStore(host, port, None, is_host, limit, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -101,8 +138,8 @@ class _Known:
         attempt = question.get("attempt", 0)
         with self.lock:
             if "report" in question:
-                held, returned = question["report"]
-                self.reports[attempt, question["rank"]] = Report([HeldLayers(*one) for one in held], returned)
+                held, *rest = question["report"]
+                self.reports[attempt, question["rank"]] = Report([HeldLayers(*one) for one in held], *rest)
             decision = self.decisions.get(attempt)
             return {"decision": None if decision is None else vars(decision)}
 
@@ -125,6 +162,7 @@ class Survivors:
         self._timeout_s = timeout_s
         self._known = _Known()
         self._attempt = -1
+        self._begun_s = 0.0
         self._lost: set[int] = set()
         self._silent: set[int] = set()
         #: The store that this rank hosts, if it leads.
@@ -133,13 +171,13 @@ class Survivors:
     def agree(self, report: Report) -> Decision:
         """Return what the survivors have decided. Every survivor must call this, again after each further loss.
 
-        Raises RankLost if this rank does not go on.
+        Raises LostForGood if this rank does not go on.
         """
         self._attempt += 1
+        self._alarm.answer_with(self._known.answer, recovers=True)
+        self._begun_s = time.monotonic()
+        report = report._replace(apart=self._apart())
         self._known.reports[self._attempt, self._alarm.rank] = report
-        self._alarm.answer_with(self._known.answer)
-        self._check_blamed()
-        self._look_for_blamed()
         while (leader := min(self._alive())) != self._alarm.rank:
             decision = self._asked(leader, report)
             if decision is not None:
@@ -149,61 +187,77 @@ class Survivors:
     def _alive(self) -> list[int]:
         return [rank for rank in range(len(self._alarm.addresses)) if rank not in self._lost]
 
-    def _check_blamed(self) -> None:
-        if self._alarm.rank in self._alarm.blamed:
-            raise RankLost(
-                f"a rank that the others have given up must not go on; {self._alarm.fault}; the others go on without "
-                f"{self._alarm.name}; end this process"
-            )
+    def _apart(self) -> list[int]:
+        """Find out which ranks have ended. Return those that live, but that this rank cannot reach."""
+        question = {"attempt": self._attempt}
+        others = [rank for rank in self._alive() if rank != self._alarm.rank]
+        apart = []
+        for blamed in (True, False):
+            ranks = [rank for rank in others if (rank in self._alarm.blamed) == blamed]
+            addresses = [self._alarm.addresses[rank] for rank in ranks]
+            answers = asked_of(addresses, question, _GLANCE_S if blamed else _PATIENCE_S)
+            for rank, answer in zip(ranks, answers, strict=True):
+                if _has_ended(answer) or (blamed and answer == SILENT):
+                    self._lose(rank, answer)
+                if answer == SILENT:
+                    apart.append(rank)
+        return apart
 
-    def _look_for_blamed(self) -> None:
-        """Find out whether the rank to blame has ended, or does not answer."""
-        for rank in self._alarm.blamed:
-            self._lose(rank, is_cut_off=asked_of(self._alarm.addresses[rank], {}, _GLANCE_S) == SILENT)
-
-    def _lose(self, rank: int, *, is_cut_off: bool) -> None:
-        """Go on without a rank. ``is_cut_off`` states whether it may live and decide by itself."""
+    def _lose(self, rank: int, answer: Any) -> None:
+        """Count a rank as lost. It counts among those that may live unless it is known to have ended."""
         self._lost.add(rank)
-        if is_cut_off:
+        if not _has_ended(answer):
             self._silent.add(rank)
 
+    def _is_late(self, rank: int, answer: Any, patience_s: float) -> bool:
+        """Whether a rank that has answered should have come to agree by now."""
+        deaf = rank in self._alarm.blamed and "decision" not in answer
+        return time.monotonic() - self._begun_s > (_GLANCE_S if deaf else patience_s)
+
     def _asked(self, leader: int, report: Report) -> Decision | None:
-        """Ask the leader until it has decided, and return its decision; None if the leader is lost."""
-        address = self._alarm.addresses[leader]
+        """Ask the leader once; return its decision, or None if there is none yet or if the leader is lost."""
         question = {"attempt": self._attempt, "rank": self._alarm.rank, "report": report}
-        end_s = time.monotonic() + 2 * self._timeout_s  # longer than a leader waits for reports
-        while True:
-            answer = asked_of(address, question, _PATIENCE_S)
-            if answer in (ENDED, SILENT) or time.monotonic() > end_s:
-                self._lose(leader, is_cut_off=answer != ENDED)
-                return None
-            found = answer.get("decision")
-            if found is not None:
-                return Decision(**found)
+        (answer,) = asked_of([self._alarm.addresses[leader]], question, _PATIENCE_S)
+        patience_s = 2 * self._timeout_s  # longer than a leader waits for reports
+        if answer == SILENT or _has_ended(answer) or self._is_late(leader, answer, patience_s):
+            self._lose(leader, answer)
+            self._begun_s = time.monotonic()  # the next leader has as much time
+            return None
+        found = answer.get("decision")
+        if found is None:
             time.sleep(_PAUSE_S)
+            return None
+        return Decision(**found)
 
     def _led(self) -> Decision:
-        """Lead: wait for the reports of all ranks that live, and decide."""
-        reports = self._known.reports
-        end_s = time.monotonic() + self._timeout_s
-        while missing := [rank for rank in self._alive() if (self._attempt, rank) not in reports]:
-            for rank in missing:
-                answer = asked_of(self._alarm.addresses[rank], {}, _PATIENCE_S)
-                if answer in (ENDED, SILENT) or time.monotonic() > end_s:
-                    self._lose(rank, is_cut_off=answer != ENDED)
+        """Lead: wait for the reports of all ranks that live, and decide. If another rank leads, return its decision."""
+        known = self._known.reports
+        while missing := [rank for rank in self._alive() if (self._attempt, rank) not in known]:
+            answers = asked_of(
+                [self._alarm.addresses[rank] for rank in missing], {"attempt": self._attempt}, _PATIENCE_S
+            )
+            for rank, answer in zip(missing, answers, strict=True):
+                if answer == SILENT or _has_ended(answer) or self._is_late(rank, answer, self._timeout_s):
+                    self._lose(rank, answer)
+                elif answer.get("decision") is not None:
+                    return Decision(**answer["decision"])
             time.sleep(_PAUSE_S)
-        members = self._alive()
-        version = common_version({rank: reports[self._attempt, rank] for rank in members}, self._layers)
+        reports = {rank: known[self._attempt, rank] for rank in self._alive()}
+        members = connected_part(self._alarm.rank, reports)
+        version = common_version({rank: reports[rank] for rank in members}, self._layers)
         host = own_host(self._old_store)
         self.store = store_at(host, 0, timedelta(seconds=self._timeout_s), is_host=True)
-        refusal = "" if may_go_on(members, self._silent) else self._cut_off(members)
+        alone = len(reports) == 1 and self._alarm.rank in self._alarm.blamed
+        refusal = "" if may_go_on(members, self._silent) and not alone else self._cut_off(members)
         return Decision(members=members, version=version, host=host, port=self.store.port, refusal=refusal)
 
     def _cut_off(self, members: Sequence[int]) -> str:
+        if not self._silent:
+            return f"the others have ended or gone on without {self._alarm.name}, because {self._alarm.fault}"
         silent = ", ".join(self._alarm.addresses[rank].name for rank in sorted(self._silent))
         return (
             f"only the larger part of the ranks may go on, because the others may live behind a broken link; "
-            f"{counted(len(members), 'rank')} agreed, and {silent} gave no answer in time"
+            f"{counted(len(members), 'rank')} can be reached, and {silent} cannot"
         )
 
     def _taken(self, decision: Decision) -> Decision:
@@ -211,10 +265,17 @@ class Survivors:
         with self._known.lock:
             self._known.decisions[self._attempt] = decision
         if self._alarm.rank not in decision.members:
-            raise RankLost(
+            raise LostForGood(
                 f"a rank that the others have given up must not go on; ranks {list(decision.members)} go on without "
                 f"{self._alarm.name}; end this process"
             )
         if decision.refusal:
-            raise RankLost(f"{decision.refusal}; {self._alarm.name} ends; start the job again from the last checkpoint")
+            raise LostForGood(
+                f"{decision.refusal}; {self._alarm.name} ends; start the job again from the last checkpoint"
+            )
         return decision
+
+
+def _has_ended(answer: Any) -> bool:
+    """Whether a rank's answer shows that its process has ended, or will end because of an error."""
+    return answer == ENDED or (isinstance(answer, dict) and bool(answer.get("ends")))

@@ -61,8 +61,8 @@ from pipesched.user_warning import warn
 __all__ = ["Assembly", "AssemblySpec", "StageCut", "Survives"]
 
 
-#: Who tells the user's code of the loss of a rank: the pipeline, or nobody.
-Survives = Literal["told", "untold"]
+#: Whether the pipeline tells the user's code of the loss of a rank, or whether this process is about to join a job.
+Survives = Literal["told", "untold", "joins"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,23 +2,27 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed as torch_distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import stages_of
 from pipesched.capture.stage_module import Wrap
+from pipesched.devices.selection import as_devices
 from pipesched.errors import DeviceCountError
 from pipesched.model.agreement import facts_of_model, facts_of_weights, form_of_sample
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.checks.redundancy_checks import Obstacle, check_redundancy
 from pipesched.pipeline.cost_model import CostModel
+from pipesched.pipeline.options import Distributed, Numerics
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sent_values import learn_step_types
 from pipesched.planning.pins import Pins
@@ -28,8 +32,8 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.collectives import RankCollectives
 from pipesched.runtime.executors.executor import Executor
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.rank_grid import RankGrid
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.rank_grid import Axes, RankGrid
+from pipesched.runtime.rank_host import RankHost, host_for, host_of_threads
 from pipesched.tensors.payload import fields_of
 from pipesched.torch_checks import as_function, as_optimizer
 from pipesched.units import counted
@@ -43,6 +47,7 @@ __all__ = [
     "checked_programs",
     "choose_plan",
     "ending_on_error",
+    "made_host",
     "start",
     "warn_of_lone_processes",
 ]
@@ -54,6 +59,20 @@ _SAME_WEIGHTS = (
     "seed all ranks alike before you build the model, and load the same checkpoint on every rank; if each rank has "
     "loaded only the weights of its own stages, pass distributed=Distributed(weights='own')"
 )
+
+
+def made_host(
+    devices: Sequence[Any] | None,
+    mesh: DeviceMesh | None,
+    axes: Axes | None,
+    numerics: Numerics,
+    distributed: Distributed,
+) -> RankHost:
+    """Return the host of a pipeline's ranks, from the arguments of Pipeline. Collective under a mesh."""
+    threads = numerics.intra_op_threads
+    if distributed.survives(joins=mesh is None) == "joins":
+        return host_of_threads(as_devices(devices or ["cpu"]), threads)  # until this process has joined the job
+    return host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
 
 
 def check_functions(
@@ -167,7 +186,9 @@ def warn_of_lone_processes(mesh: Any) -> None:
     """Warn if several processes each make a pipeline with devices=, so that each trains the whole model by itself."""
     if mesh is not None:
         return
-    size = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    size = 1
+    if torch_distributed.is_available() and torch_distributed.is_initialized():
+        size = torch_distributed.get_world_size()
     of_launcher = os.environ.get("WORLD_SIZE", "")  # as torchrun sets it
     size = max(size, int(of_launcher) if of_launcher.isdecimal() else 1)
     if size > 1:
@@ -237,7 +258,7 @@ def start(
         pins = Pins(pins.layers, starts, request.together)
     stage_cut = cost_model.cut_stages(host, pins, programs, plan)
     host.collectives.check_plan(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
-    if spec.survives is not None:
+    if spec.survives is not None and spec.survives != "joins":
         _check_survival(spec, host.grid, programs)
     if spec.wrap is not None or spec.zero == 3 or spec.survives is not None:
         # measure the layers before their weights are sharded, or for the case that rank 0 is lost

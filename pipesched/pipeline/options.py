@@ -287,6 +287,9 @@ class Distributed:
             ``pipe.recover()``, or "recover" and run the same step again. Default: "raise".
         on_recovery: a function that is called with the `Recovered` after each recovery, for example to tell a data
             loader its new replica. Default: None.
+        rendezvous: with ``redundancy=``, the path of a file in which the job publishes the addresses of its ranks, so
+            that processes can join it. A process joins if it makes the same pipeline without ``mesh=``, but with this
+            path. Default: None (no process can join).
 
     Raises:
         InputError: zero, weights, replan_every, redundancy or on_failure has an invalid value.
@@ -302,6 +305,7 @@ class Distributed:
     redundancy: Redundant | None = None
     on_failure: OnFailure = "raise"
     on_recovery: Callable[[Recovered], Any] | None = None
+    rendezvous: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         as_function(self.on_recovery, "on_recovery", ("recovered",))
@@ -313,8 +317,10 @@ class Distributed:
                 raise InputError(
                     f"{name}= must be one of {', '.join(map(repr, known))}; got {shown(value)}; pass one of them"
                 )
-        if self.redundancy is None and (self.on_failure != "raise" or self.on_recovery is not None):
-            option = "on_failure='recover'" if self.on_failure != "raise" else "on_recovery="
+        options = {"on_failure='recover'": self.on_failure != "raise", "on_recovery=": self.on_recovery is not None}
+        options["rendezvous="] = self.rendezvous is not None
+        option = next((option for option, is_passed in options.items() if is_passed), "")
+        if self.redundancy is None and option:
             raise InputError(
                 f"a pipeline recovers from copies of its ranks' states; {option} was passed without redundancy=; pass "
                 f"redundancy='neighbour', too"
@@ -339,11 +345,15 @@ class Distributed:
                 f"gather_once= must be True, False or None; got {shown(self.gather_once)}; pass one of them"
             )
 
-    @property
-    def survives(self) -> Survives | None:
-        """Whether the job goes on after the loss of a rank, and whether the user's code is told of it."""
+    def survives(self, *, joins: bool) -> Survives | None:
+        """Return whether the job goes on after the loss of a rank; None if it ends then.
+
+        ``joins`` states whether this process has no mesh, and so is about to join a job.
+        """
         if self.redundancy is None:
             return None
+        if joins and self.rendezvous is not None:
+            return "joins"
         return "told" if self.on_recovery is not None or self.on_failure == "raise" else "untold"
 
     def check_replan(self, *, has_optimizers: bool, is_asynchronous: bool) -> None:

@@ -33,6 +33,7 @@ from pipesched.pipeline.construction import (
     check_functions,
     choose_plan,
     ending_on_error,
+    made_host,
     start,
     warn_of_lone_processes,
 )
@@ -43,7 +44,8 @@ from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.output_probe import probed_output
 from pipesched.pipeline.plan_switch import PlanSwitch, UserStates
 from pipesched.pipeline.planned_rows import PlannedRows
-from pipesched.pipeline.recovery import MeshOptions, Methods, Recovery
+from pipesched.pipeline.recovery import LossOptions, Methods, Recovery
+from pipesched.pipeline.regrouping import MeshForm, Regrouping
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
@@ -65,7 +67,6 @@ from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradients.clipping import clip_gradients
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
-from pipesched.runtime.rank_host import host_for
 from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.saving.optimizer_states import GivenOptimizers
@@ -196,7 +197,7 @@ class Pipeline(SavingInterface):
         call = as_call(sample)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         warn_of_lone_processes(mesh)
-        host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
+        host = made_host(devices, mesh, axes, numerics, distributed)
         with ending_on_error(host.executor):
             learn_decided_types(host.collectives, FoundPlan)
             run_seed = host.collectives.agreed(lambda: own_seed)
@@ -235,7 +236,7 @@ class Pipeline(SavingInterface):
                 zero=distributed.zero,
                 reduction_order=numerics.reduction_order,
                 places={name: tensor.device for name, tensor in named_tensors(self._roots)},
-                survives=distributed.survives,
+                survives=distributed.survives(joins=mesh is None),
             )
             replicas = replica_costs(host.grid, distributed.zero, search.links)
             self._cost_model = CostModel(
@@ -348,20 +349,19 @@ class Pipeline(SavingInterface):
         )
         self._recovery = (
             None
-            if mesh is None or distributed.redundancy is None
+            if distributed.redundancy is None
             else Recovery(
                 running=self._running,
                 spec=self._spec,
-                cost_model=self._cost_model,
                 switch=switch,
+                regrouping=Regrouping(
+                    self._running, self._spec, self._cost_model, switch, MeshForm.of(mesh, axes, numerics, distributed)
+                ),
                 methods=Methods(self._run_step, self._replan_if_due, self._live_run),
-                mesh=mesh,
-                options=MeshOptions(
-                    axes=axes,
-                    intra_op_threads=threads,
-                    reduction_order=numerics.reduction_order,
+                options=LossOptions(
                     recovers=distributed.on_failure == "recover",
                     on_recovery=distributed.on_recovery,
+                    rendezvous=distributed.rendezvous,
                 ),
             )
         )
@@ -865,6 +865,34 @@ class Pipeline(SavingInterface):
                 "distributed=Distributed(redundancy='neighbour') to Pipeline, or start again from the last checkpoint"
             )
         return self._recovery.recover()
+
+    def leave(self) -> None:
+        """Leave the job between two steps, for example after SIGTERM, and close the pipeline. Needs ``redundancy=``.
+
+        ::
+
+            signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+            for x, y in loader:
+                if leaving.is_set():
+                    pipe.leave()
+                    break
+                pipe.step(x, target=y)
+
+        Only the rank that leaves calls this method. It waits until the others hold the state of its layers. They go on
+        from there without this rank, as after a loss, and no step runs again.
+
+        Raises:
+            InputError: the pipeline was made without ``redundancy=``, or a step is running.
+            RankLost: another rank was lost meanwhile.
+
+        """
+        if self._recovery is None:
+            raise InputError(
+                "leave() hands the layers of this rank over to the others, which needs copies of the ranks' states; "
+                "this pipeline keeps none; pass distributed=Distributed(redundancy='neighbour') to Pipeline, or save a "
+                "checkpoint on all ranks"
+            )
+        self._recovery.leave()
 
     def _changing_state(self) -> AbstractContextManager[None]:
         """A context for a call that changes weights or states. After a loss within it, the state before counts."""

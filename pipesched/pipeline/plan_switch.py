@@ -203,6 +203,7 @@ class PlanSwitch:
         sent = self._load(state, after, states, following)
         del state, before  # they refer to tensors that leave
         self._put_away(held)
+        host.collectives.gathered_in_all(None)  # if a rank is lost, no rank has the new plan, or all that live have it
         self.is_moving = False
         return sent
 

@@ -9,65 +9,56 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakMethod
 
-from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from pipesched import schedules
 from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
+from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
-from pipesched.elastic.redundancy import Redundancy, SettingsChange
-from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors, store_at
-from pipesched.errors import ExecutionError, InputError, PipeschedError, RankLost
+from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
+from pipesched.elastic.survivors import HeldLayers, LostForGood, Report, Survivors, store_at
+from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
-from pipesched.pipeline.construction import check_idle_ranks, checked_programs
-from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.plan_switch import PlanSwitch
+from pipesched.pipeline.regrouping import NewGroup, Regrouping, Work
+from pipesched.pipeline.replan_search import FoundPlan
 from pipesched.pipeline.running_plan import RunningPlan
-from pipesched.planning.pins import Pins
-from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.program_factory import ProgramFactory
+from pipesched.pipeline.sent_values import learn_decided_types, learn_step_types
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.coordination.failure_alarm import Alarm
-from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import GivenBatch
-from pipesched.runtime.rank_grid import Axes, dims_of
-from pipesched.runtime.rank_host import RankHost, host_of_mesh
+from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.output_metrics import Metrics
+from pipesched.runtime.transport.sockets import own_host
+from pipesched.saving.capturing import captured_here
 from pipesched.saving.live_run import LiveRun
-from pipesched.saving.saved_run import CheckpointPart
-from pipesched.units import counted
 
-__all__ = ["MeshOptions", "Methods", "Recovery"]
+__all__ = ["LossOptions", "Methods", "Recovery"]
 
 T = TypeVar("T")
 
+_SENT = (SettingsChange, FoundPlan)  # the types of values that only recoveries and searches send
 _LOG = logging.getLogger(__name__)
 
 _KEPT_CALLS = 2  # a step may have to run again after the next one has begun
 
 
-class _LostForGood(RankLost):
-    """A loss after which the job cannot go on."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class MeshOptions:
-    """The user's options for the ranks of a mesh."""
+class LossOptions:
+    """What the user wishes after a loss."""
 
-    axes: Axes | None
-    intra_op_threads: int
-    reduction_order: ReductionOrder
     #: Whether a step recovers from a loss by itself.
     recovers: bool
     #: The user's function, called after each recovery.
     on_recovery: Callable[[Recovered], Any] | None
+    #: The file with the addresses of the job's ranks, for processes that join; None if none can join.
+    rendezvous: str | PathLike[str] | None
 
 
 class Methods(NamedTuple):
@@ -87,11 +78,10 @@ class Recovery:
     Args:
         running: the running plan; a recovery replaces its contents.
         spec: the model and the user's options for its stages.
-        cost_model: the known costs of layers and devices.
         switch: replaces the running plan.
+        regrouping: lets another set of ranks run the pipeline.
         methods: the methods of the pipeline that a recovery calls.
-        mesh: the mesh of the ranks.
-        options: the options for the ranks of the mesh.
+        options: what the user wishes after a loss.
 
     """
 
@@ -100,21 +90,18 @@ class Recovery:
         *,
         running: RunningPlan,
         spec: AssemblySpec,
-        cost_model: CostModel,
         switch: PlanSwitch,
+        regrouping: Regrouping,
         methods: Methods,
-        mesh: DeviceMesh,
-        options: MeshOptions,
+        options: LossOptions,
     ) -> None:
         self._running = running
         self._spec = spec
-        self._cost_model = cost_model
         self._switch = switch
+        self._regrouping = regrouping
         self._run_step = _weak(methods.run_step)
         self._replan_if_due = _weak(methods.replan_if_due)
         self._live_run = _weak(methods.live_run)
-        #: The mesh of the ranks that run the pipeline.
-        self.mesh = mesh
         self._options = options
         self._redundancy: Redundancy | None = None
         self._assembly: Any = None  # whose states are copied
@@ -128,12 +115,18 @@ class Recovery:
         self._last_lost: int | None = None
         self._past: list[Alarm] = []
         #: The rank whose alarm the ranks that live use to agree; it stays while a recovery is not complete.
-        self._base = self._connected
+        self._base: ConnectedRank
+        #: The work before the loss, because an attempt to recover may have replaced the running plan.
+        self._work: Work
         self._returned = running.step
         self._is_whole = True
-        self._store: Any = None
+        self._newcomers = Newcomers()
+        if running.host.maker is None:
+            self._join()
+            return
         self._connected.survives = True
-        running.host.collectives.learn_types(SettingsChange)
+        running.host.collectives.learn_types(*_SENT)
+        self._settle_in(None)
         with self._connected.stopping_all("the construction of a pipeline"):
             self._begin(running.step)  # a loss in the first step is covered, too
 
@@ -151,17 +144,19 @@ class Recovery:
         grid = running.host.grid
         call = KeptCall(given, metrics, wanted, running.splitter, grid.replica, len(grid.rows))
         is_new = True  # whether the caller knows the present number of replicas
+        in_vain = False  # whether the last recovery has lost nobody, as after a broken connection
         while True:
             try:
+                self._let_join()
                 if self._running.step != self._last_lost:
                     self._replan_if_due()
                 call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
             except RankLost as error:
-                if not self._options.recovers or isinstance(error, _LostForGood):
+                if not self._options.recovers or isinstance(error, LostForGood) or in_vain:
                     raise
                 replicas = len(self._running.host.grid.rows)
-                self.recover(error)
+                in_vain = not self.recover(error).lost
                 is_new = is_new and replicas == 1
 
     def _divided_call(self, call: KeptCall, *, is_new: bool) -> KeptCall:
@@ -169,39 +164,42 @@ class Recovery:
 
         ``is_new`` states whether the caller has passed the batch of this replica.
         """
-        step, running = self._running.step, self._running
-        divided = None if is_new else self._divided.pop(step, None)
+        step, running, grid = self._running.step, self._running, self._running.host.grid
+        divided = self._divided.pop(step, None)  # on all ranks, because ranks compare the form of their batches, too
         if self._late == step:
             self._late = None
-            divided = of_replica(running.host, call.in_microbatches() if is_new else None)
+            fits = is_new or (call.replica, call.num_replicas) == (grid.replica, len(grid.rows))
+            divided = of_replica(running.host, call.in_microbatches() if fits else None)
             if divided is None:
-                raise _LostForGood(
+                raise LostForGood(
                     f"a step can run again only if each replica has its batch; nobody has the batch of replica "
-                    f"{running.host.grid.replica} in step {step}; start the job again from the last checkpoint"
+                    f"{grid.replica} in step {step}; start the job again from the last checkpoint"
                 )
-        return call if divided is None else call.over(divided)
+        return call if divided is None else call.over(divided, grid.replica, len(grid.rows))
 
-    def _stepped(self, call: KeptCall) -> Any:
-        step = self._returned = self._running.step
+    def _stepped(self, call: KeptCall, *, again: bool = False) -> Any:
+        """Run a step. ``again`` states whether it has returned to the user before a rank was lost."""
+        step = self._running.step
+        if not again:
+            self._returned = step
         self._calls = {known: own for known, own in self._calls.items() if known > step - _KEPT_CALLS}
         self._calls[step] = call
-        with self._connected.stopping_all("a step"):
+        with self._connected.waiting("a step"):
             self._begin(step)
         result = self._run_step(call.given, call.metrics, **call.wanted)
         with self._connected.stopping_all("a step"):
             self._connected.finish_broadcast()
         if self._redundancy is not None:
             self._redundancy.finish()
-        self._returned = step + 1
+        if not again:
+            self._returned = step + 1
         self._calls[step] = call.copied()
         return result
 
     def _begin(self, step: int) -> None:
         running = self._running
-        if running.host.grid.num_processes == 1:
+        if self._redundancy is None:  # this rank is the only one
             return
-        if self._redundancy is None:
-            self._redundancy = Redundancy(self._connected, self._make)
         if self._assembly is running.assembly:
             self._redundancy.begin(step)
         else:
@@ -235,6 +233,100 @@ class Recovery:
         for alarm in self._past:
             alarm.end()
 
+    # ---- ranks that join and leave ----------------------------------------------------------------------------------
+
+    def _count_newcomers(self) -> int:
+        return len(self._newcomers.waiting)
+
+    def leave(self) -> None:
+        """Leave the job between two steps, once the others hold the state of this rank's layers. Closes the pipeline.
+
+        The others go on without this rank, from the state after the last step.
+        """
+        self._running.check_idle("leave")
+        with self._connected.stopping_all("leave"):
+            if self._redundancy is not None:
+                self._redundancy.wait()
+        self._connected.leave("it leaves the job")
+        self._connected.give_up()
+
+    def _let_join(self) -> None:
+        """Let newcomers join before a step, if all ranks know of them."""
+        step, work = self._running.step, Work.of(self._running)
+        with self._connected.stopping_all("a step"):
+            redundancy = self._redundancy
+            count = self._count_newcomers() if redundancy is None else redundancy.newcomers_before(step)
+            before = self._connected.num_ranks
+            num_ranks = next((n for n in range(before + count, before, -1) if n % work.num_replicas == 0), before)
+            if num_ranks == before:
+                return
+            if redundancy is not None:
+                redundancy.wait()
+        begun_s = time.perf_counter()
+        limit = timedelta(seconds=self._connected.timeout_s)
+        connected, collectives = self._connected, self._running.host.collectives
+        store: Any = None
+        if connected.rank == 0:
+            host = own_host(connected.store)
+            store = store_at(host, 0, limit, is_host=True)
+        address = collectives.agreed(lambda: (host, store.port))
+        parts = [*captured_here(self._live_run())]
+        group = NewGroup(rank=connected.rank, num_ranks=num_ranks, host=address[0], port=address[1], step=step)
+        if connected.rank == 0:
+            self._accept(group, work, before)
+        new = self._regrouping.connect(group, work, store, connected.encoding)
+        with self._new_alarm(new):
+            self._regrouping.take_over(new, work, {rank: rank for rank in range(before)}, parts, step)
+        connected.survives = False
+        connected.close()
+        self._settle_in(None if redundancy is None else redundancy.kept)
+        self._tell(step, begun_s, joined=num_ranks - before)
+
+    def _accept(self, group: NewGroup, work: Work, before: int) -> None:
+        """Tell as many newcomers as can join what they need."""
+        common = {"work": asdict(work), "seed": self._running.seed, "form": self._regrouping.form.of_mesh}
+        for rank, name in zip(range(before, group.num_ranks), self._newcomers.waiting, strict=False):
+            self._newcomers.accept(name, {**common, "group": {**asdict(group), "rank": rank}})
+
+    def _join(self) -> None:
+        """Join a running job. This process has made its pipeline by itself so far."""
+        begun_s = time.perf_counter()
+        assert self._options.rendezvous is not None  # was checked
+        running = self._running
+        alone = running.host
+        found = asked_to_join(self._options.rendezvous, self._regrouping.form.timeout_s)
+        self._regrouping.form = self._regrouping.form.like(found["form"])
+        group, work = NewGroup(**found["group"]), Work(**found["work"])
+        running.seed = found["seed"]
+        host = self._regrouping.connect(group, work, None, None)
+        self._base = host.maker.connected  # type: ignore[union-attr]
+        learn_decided_types(host.collectives, *_SENT)
+        learn_step_types(host.collectives)
+        with self._new_alarm(host):
+            self._regrouping.take_over(host, work, {}, [], group.step)
+        alone.close()
+        self._settle_in(None)
+        self._returned = group.step
+        self._tell(group.step, begun_s, joined=group.num_ranks)
+
+    def _tell(self, step: int, begun_s: float, *, lost: Sequence[str] = (), joined: int = 0) -> Recovered:
+        """Return and log the outcome of a change of ranks, and tell the user's function of it."""
+        grid = self._running.host.grid
+        found = Recovered(
+            lost=list(lost),
+            joined=joined,
+            rank=grid.rank,
+            num_ranks=grid.num_processes,
+            replica=grid.replica,
+            num_replicas=len(grid.rows),
+            step=step,
+            seconds=time.perf_counter() - begun_s,
+        )
+        _LOG.info("before step %d: %s", step, found)
+        if self._options.on_recovery is not None:
+            self._options.on_recovery(found)
+        return found
+
     # ---- after a loss ----------------------------------------------------------------------------------------------
 
     def recover(self, error: RankLost | None = None) -> Recovered:
@@ -259,66 +351,77 @@ class Recovery:
                 return self._recovered()
             except RankLost as again:
                 lost += 1
-                if isinstance(again, _LostForGood) or lost > self._connected.num_ranks:
+                if isinstance(again, LostForGood) or lost > self._connected.num_ranks:
                     raise
 
     def _recovered(self) -> Recovered:
         begun_s = time.perf_counter()
         connected, redundancy = self._base, self._redundancy
         if redundancy is None:
-            raise _LostForGood("a rank was lost before any state was copied; start the job again")
+            raise LostForGood("a rank was lost before any state was copied; start the job again")
         redundancy.settle()
         if self._survivors is None:
             layers = list(self._spec.layers)
             self._survivors = Survivors(connected.alarm, connected.store, layers, connected.timeout_s)
+            self._work = Work.of(self._running)
         survivors, waits_in = self._survivors, self._returned
         decision = survivors.agree(self._report(redundancy))
         names = [name for rank, name in enumerate(connected.grid.names) if rank not in decision.members]
         step = decision.version
         if step is None:
-            raise _LostForGood(
+            raise LostForGood(
                 f"the state of each layer must be held by a rank that lives; {', '.join(names)} held the only copies "
                 f"of a layer; start the job again from the last checkpoint"
             )
         parts = redundancy.parts(step, self._live_run())
         redundancy.is_frozen = True
-        host = self._connect(decision, survivors.store, connected)
-        assert host.maker is not None
-        try:
-            changes = self._exchange(host, redundancy, step, waits_in)
-            self._take_over(host, decision, parts, step)
-        except BaseException:
-            host.maker.connected.give_up()  # the ranks agree anew over the old alarm
-            raise
-        redundancy.end()
-        self._past.append(connected.alarm)
-        self._base, self._survivors, self._assembly, self._redundancy = self._connected, None, None, None
-        if host.grid.num_processes > 1:
-            self._redundancy = Redundancy(self._connected, self._make, redundancy.kept)
-        found = Recovered(
-            lost=names,
-            rank=host.grid.rank,
-            num_ranks=host.grid.num_processes,
-            replica=host.grid.replica,
-            num_replicas=len(host.grid.rows),
-            step=step,
-            seconds=time.perf_counter() - begun_s,
+        work, numbers = self._work, {rank: place for place, rank in enumerate(decision.members)}
+        group = NewGroup(
+            rank=numbers[connected.rank], num_ranks=len(numbers), host=decision.host, port=decision.port, step=step
         )
-        _LOG.info("recovered before step %d: %s", step, found)
+        try:
+            host = self._regrouping.connect(group, work, survivors.store, connected.encoding)
+        except RuntimeError as error:
+            raise RankLost(f"all {len(numbers)} ranks that live must connect anew; {error}") from error
+        with self._new_alarm(host):
+            changes = self._exchange(host, redundancy, step, waits_in)
+            self._regrouping.take_over(host, work, numbers, parts, step)
+        self._past.append(connected.alarm)
+        self._settle_in(redundancy.kept)
         self._change_settings(changes, step)
         for missed in range(step, waits_in):
-            self._stepped(self._divided_call(self._calls[missed], is_new=False))
+            self._stepped(self._divided_call(self._calls[missed], is_new=False), again=True)
             self._change_settings(changes, missed + 1)
-        if self._options.on_recovery is not None:
-            self._options.on_recovery(found)
-        return found
+        return self._tell(step, begun_s, lost=names)
+
+    @contextmanager
+    def _new_alarm(self, host: RankHost) -> Iterator[None]:
+        """A context in which the old alarm still counts: if it fails, the ranks agree anew over the old alarm."""
+        try:
+            yield
+        except BaseException:
+            assert host.maker is not None
+            host.maker.connected.give_up()
+            raise
+
+    def _settle_in(self, kept: KeptStates | None) -> None:
+        """Begin to keep copies over the new connections. ``kept`` are those kept so far."""
+        if self._redundancy is not None:
+            self._redundancy.end()
+        self._base, self._survivors, self._assembly, self._redundancy = self._connected, None, None, None
+        self._is_whole = True
+        if self._running.host.grid.num_processes > 1:
+            self._redundancy = Redundancy(self._connected, self._make, self._count_newcomers, kept)
+        self._connected.alarm.answer_with(self._newcomers.answer)
+        if self._options.rendezvous is not None and self._connected.rank == 0:
+            publish(self._options.rendezvous, self._connected.alarm.addresses)
 
     def _exchange(self, host: RankHost, redundancy: Redundancy, step: int, waits_in: int) -> list[SettingsChange]:
         """Exchange what the ranks that go on must know: batches, if there were replicas, and changes of settings."""
         gather = host.collectives.gathered_in_all
         self._last_lost = last = max(gather(waits_in))
         calls = {known: call for known, call in self._calls.items() if known >= step}
-        if any(call.num_replicas > 1 for call in calls.values()):
+        if any(gather(any(call.num_replicas > 1 for call in calls.values()))):
             self._divided = divided_anew(host, calls)
             self._late = None if last in self._divided else last
         return [change for own in gather(redundancy.settings_changes(step)) for change in own]
@@ -332,84 +435,6 @@ class Recovery:
         """Return what this rank holds."""
         held = redundancy.held_layers(live=self._is_whole and not self._switch.is_moving)
         return Report([HeldLayers(*one) for one in held], self._returned)
-
-    def _connect(self, decision: Decision, store: Any, before: ConnectedRank) -> RankHost:
-        """Connect this rank to the others that go on, and make torch's default group and the mesh anew."""
-        limit = timedelta(seconds=before.timeout_s)
-        old = self._running.host
-        if old.sums is not None:
-            old.sums.close()
-        backend = distributed.get_backend_config()
-        distributed.destroy_process_group()
-        self._store = store or store_at(decision.host, decision.port, limit)
-        distributed.init_process_group(
-            backend,
-            store=self._store,
-            rank=decision.members.index(before.rank),
-            world_size=len(decision.members),
-            timeout=limit,
-        )
-        dims = dims_of(self.mesh, self._options.axes)
-        shape = [1] * self.mesh.ndim
-        num_replicas = self._num_replicas(len(decision.members))
-        shape[dims["pipeline"]] = len(decision.members) // num_replicas
-        if "replicate" in dims:
-            shape[dims["replicate"]] = num_replicas
-        self.mesh = init_device_mesh(self.mesh.device_type, tuple(shape), mesh_dim_names=self.mesh.mesh_dim_names)
-        host = host_of_mesh(
-            self.mesh,
-            self._options.intra_op_threads,
-            before.timeout_s,
-            before.grid.inputs,
-            self._options.axes,
-            self._options.reduction_order,
-            before.encoding,
-        )
-        assert host.maker is not None
-        host.maker.connected.survives = True
-        return host
-
-    def _num_replicas(self, num_ranks: int) -> int:
-        """Return the largest number of replicas that these ranks, and the micro-batches, can be divided into."""
-        before = len(self._running.host.grid.rows)
-        total = before * self._running.assembly.programs.num_microbatches
-        counts = [count for count in range(before, 0, -1) if num_ranks % count == 0 and total % count == 0]
-        if self._options.reduction_order == "tree":
-            counts = [count for count in counts if count & (count - 1) == 0]
-        return counts[0]
-
-    def _take_over(self, host: RankHost, decision: Decision, parts: Sequence[CheckpointPart], step: int) -> None:
-        """Divide the layers among the ranks that go on, and give each the state of its layers."""
-        cost_model, running = self._cost_model, self._running
-        number = {rank: place for place, rank in enumerate(decision.members)}
-        total = len(running.host.grid.rows) * running.assembly.programs.num_microbatches
-        cost_model.slow = {number[rank]: own for rank, own in cost_model.slow.items() if rank in number}
-        cost_model.regroup(host.grid, self._spec.zero)
-        programs = self._programs(host, total // len(host.grid.rows))
-        pins = Pins(list(self._spec.layers), None, running.assembly.programs.request.together)
-        stage_cut = cost_model.cut_stages(host, pins, programs, None)
-        host.collectives.check_plan(programs.full.plain, (stage_cut.cut, repr(programs.checkpoint)))
-        self._switch.take_over(host.use(programs.num_ranks), programs, stage_cut, parts, step)
-        running.step = step
-        self._is_whole = True
-
-    def _programs(self, host: RankHost, num_microbatches: int) -> ProgramFactory:
-        """Return the programs of the present schedule for fewer ranks or, if it cannot have them, of 1f1b."""
-        programs = self._running.assembly.programs
-        failures = []
-        known = schedules.names()
-        for schedule in dict.fromkeys((programs.full.plain.name, "1f1b")):
-            if schedule not in known or schedule == "searched":
-                continue
-            request = PlanRequest(schedule=schedule, num_microbatches=num_microbatches, checkpoint=programs.checkpoint)
-            try:
-                found = checked_programs(request, host.grid, self._spec)
-                check_idle_ranks(self._spec, host.grid.use(found.num_ranks))
-            except PipeschedError as error:
-                failures.append(f"{schedule}: {error}")
-            else:
-                return found
-        raise ExecutionError(f"no schedule can run on {counted(len(host.grid.all_devices), 'rank')} ({failures})")
 
     def _change_settings(self, changes: Sequence[SettingsChange], step: int) -> None:
         """Give the optimizers the learning rates and other settings that the user has changed before a step."""

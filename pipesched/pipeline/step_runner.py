@@ -72,7 +72,8 @@ class StepRunner:
         self._model = next(iter(roots.values()))
         self._has_loss_fn = has_loss_fn
         self._calls = CallBuilder(running, self._model, num_inputs, has_loss_fn=has_loss_fn)
-        self._agrees = False
+        #: The collectives over which the ranks have compared the modes of their modules.
+        self._agreed: Any = None
         self._guard = guard
         self._memory = memory
         self._orders = orders
@@ -185,10 +186,11 @@ class StepRunner:
     def _check(self, method: str, *, changes: bool) -> None:
         """Check that a method may run. ``changes`` states whether it changes weights or buffers."""
         assembly = self._running.assembly
-        if not self._agrees:
+        collectives = self._running.host.collectives
+        if self._agreed is not collectives:
             modes = partial(modes_of_model, self._model, whole=assembly.wrapped)
-            self._running.host.collectives.agree_on(modes, "call train() or eval() on every rank")
-            self._agrees = True
+            collectives.agree_on(modes, "call train() or eval() on every rank")
+            self._agreed = collectives
         assembly.members.check()
         if self._optimizers is not None and self._optimizers.ran:
             self._optimizers.check(assembly.held_parameters())

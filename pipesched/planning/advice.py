@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pipesched.json_files import read_fields
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.step_shares import StepShares
+from pipesched.program.actions import Kind
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.units import counted, quote_bytes, quote_time
@@ -28,13 +29,15 @@ __all__ = [
 Cause = Literal["compute", "messages", "replicas", "memory", "micro-batches", "balance", "ranks", "choices"]
 
 _NOTABLE = 0.08  # a loss below this share of the step binds nothing: then the plan is bound by its compute
+_MISSED = 0.0005  # an alternative that is faster than the plan by this fraction is one that the search has missed
+_ROUNDING = 1e-6  # relative difference below which the work of two ranks is equal
 _NAMES = {
     "compute": "bound by compute",
     "messages": "bound by messages between stages",
     "replicas": "bound by the sums and gathers of the replicas",
     "memory": "bound by memory",
     "micro-batches": "bound by too few micro-batches",
-    "balance": "bound by one slow stage",
+    "balance": "bound by unequal stages",
     "ranks": "too many ranks",
 }
 
@@ -146,9 +149,7 @@ def binding(shares: StepShares, advice: Advice, places: Mapping[Cause, str]) -> 
 
 def places_of(program: Program, costs: Costs, shares: StepShares, own: Alternative | None) -> dict[Cause, str]:
     """Return, for each cause, where or how it binds a step."""
-    stages = [str(stage) for stage, rank in enumerate(program.placement) if rank == shares.busiest]
-    several = f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
-    busiest = f"rank {shares.busiest} ({several}) has the most work"
+    busiest = _most_work(program, costs, shares.busiest)
     waits = f"{counted(program.num_microbatches, 'micro-batch')} for {counted(program.num_ranks, 'rank')}"
     places: dict[Cause, str] = {"compute": busiest, "balance": busiest, "micro-batches": waits}
     if own is not None and own.limit_bytes is not None:
@@ -167,12 +168,32 @@ def places_of(program: Program, costs: Costs, shares: StepShares, own: Alternati
     return places
 
 
+def _most_work(program: Program, costs: Costs, busiest: int) -> str:
+    """Return words for the ranks that have as much work as the busiest one: with equal layers, these can be several."""
+    work_s = [0.0] * program.num_ranks
+    for rank, *times in zip(program.placement, costs.times(Kind.F), costs.times(Kind.B), strict=True):
+        work_s[rank] += sum(times)
+    ranks = [rank for rank, own_s in enumerate(work_s) if own_s >= work_s[busiest] * (1 - _ROUNDING)]
+    if len(ranks) == program.num_ranks > 1:
+        return f"all {len(ranks)} ranks have the same work"
+    stages = [stage for stage, rank in enumerate(program.placement) if rank in ranks]
+    places = f"rank{'s' * (len(ranks) > 1)} {_in_words(ranks)} (stage{'s' * (len(stages) > 1)} {_in_words(stages)})"
+    return f"{places} {'have' if len(ranks) > 1 else 'has'} the most work"
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: ``1 to 6``, or ``0, 4``."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
 def _message_s(costs: Costs, sender: int, receiver: int, size: int) -> float:
     """Return the time of a message from one rank to another, without the time of the ranks."""
     return costs.transfer_s + (costs.links.link(sender, receiver).time_s(size) if costs.links is not None else 0.0)
 
 
-def more_in_words(what: str, count: int, step_s: float, own_s: float) -> str:
+def more_in_words(what: str, count: int, step_s: float, own_s: float, remedy: str) -> str:
     """Return the sentence that says why a plan does not have more of something: the step of the nearest alternative.
 
     Args:
@@ -180,10 +201,13 @@ def more_in_words(what: str, count: int, step_s: float, own_s: float) -> str:
         count: the number in the nearest alternative.
         step_s: the simulated step of this alternative.
         own_s: the simulated step of the plan.
+        remedy: the argument that leads to the alternative, in case that it is faster than the plan.
 
     """
     more = step_s / own_s - 1 if own_s else 0.0
-    return no_more_in_words(what, f"the best plan with {counted(count, what)} takes {quote_time(step_s)} ({more:+.1%})")
+    reason = f"the best plan with {counted(count, what)} takes {quote_time(step_s)} ({more:+.1%})"
+    missed = f"; this search did not find it: pass {remedy}" if more <= -_MISSED else ""
+    return no_more_in_words(what, reason + missed)
 
 
 def no_more_in_words(what: str, reason: str) -> str:

@@ -125,12 +125,14 @@ class _Adviser:
         layers = sum(map(len, self.plan.stages))
         if self.search.request.num_stages is not None or self.search.request.schedule != "auto":
             return no_more_in_words("chunk", "the request fixes the stages or the schedule")
+        if program.num_ranks == 1:
+            return no_more_in_words("chunk", "chunks need several ranks in a pipeline")
         if stages > layers:
             reason = f"{counted(layers, 'layer')} cannot be cut into {stages} stages"
             return no_more_in_words("chunk", reason)
         fixed = {} if self._pinned else {"num_ranks": program.num_ranks, "links": self._links_among(program.num_ranks)}
         change = {"num_stages": stages, "all_ranks": True, **fixed}
-        return self._more("chunk", chunks, change, "no such plan fits into the memory limit")
+        return self._more("chunk", chunks, change, self._unfit)
 
     def _more_microbatches(self) -> str:
         count = self.plan.program.num_microbatches
@@ -143,13 +145,20 @@ class _Adviser:
             reason = f"the profile has no costs for fewer than {counted(rows, 'row')}; add them to let the search try"
             return no_more_in_words("micro-batch", reason)
         change = {"num_microbatches": min(more)}
-        return self._more("micro-batch", min(more), change, "no such plan fits into the memory limit")
+        return self._more("micro-batch", min(more), change, self._unfit)
+
+    @property
+    def _unfit(self) -> str:
+        """The reason why a search found no plan with more chunks or micro-batches."""
+        limited = self.search.memory_limit_bytes is not None
+        return "no such plan fits into the memory limit" if limited else "no schedule makes such a plan"
 
     def _more(self, what: str, count: int, arguments: dict[str, Any], reason: str) -> str:
         found = self._quick(arguments)
         if found is None:
             return no_more_in_words(what, reason)
-        return more_in_words(what, count, float(found.candidate.step_s), self._own_s)
+        name, value = next(iter(arguments.items()))
+        return more_in_words(what, count, float(found.candidate.step_s), self._own_s, f"{name}={value}")
 
     def _links_among(self, num_ranks: int) -> Links | None:
         links = self.search.links
@@ -295,7 +304,7 @@ class _Adviser:
         else:
             effect = (
                 f"{quote_time(step_s)} per step instead of {quote_time(self._own_s)}, {saving:.1%} less, with "
-                f"{label_of(found.candidate.candidate)}"
+                f"schedule {label_of(found.candidate.candidate)}"
             )
         return NextStep(
             cause=change.cause,

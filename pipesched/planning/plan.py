@@ -89,9 +89,9 @@ class Plan:
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
         replication: the number of replicas that run the program on different rows, and the tensors that are split
             across the replicas (``zero``). ``costs`` describes one replica. None: the plan does not depend on replicas.
-        completion: the actions that a step adds to the program: updates, norms, recomputes, copies to the host, and the
-            collectives of replicas. Only ``updates`` and ``norms`` are given; the rest follows from the other fields.
-            Default: no updates.
+        completion: the actions that a step adds to the program: updates, norms, recomputes, copies to the host, the
+            collectives of replicas, and copies of stages. Only ``updates``, ``norms`` and ``redundancy`` are given; the
+            rest follows from the other fields. Default: no updates.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
         posted: the number of receives on each channel that are posted in advance, each with a buffer. Default: 0.
@@ -304,7 +304,8 @@ class Plan:
         }
         if self.replication is not None:
             values["replication"] = self.replication.to_dict()
-        values["completion"] = {"updates": self.completion.updates, "norms": self.completion.norms}
+        copies = {"redundancy": True} if self.completion.redundancy else {}
+        values["completion"] = {"updates": self.completion.updates, "norms": self.completion.norms, **copies}
         if self.proved_bound_s is not None:
             values["proved_bound_s"] = self.proved_bound_s
         if self.posted:
@@ -501,7 +502,8 @@ def completion_of(
     """Return a copy of a completion with the actions that a plan's stages, checkpoint option and replicas need.
 
     Args:
-        completion: tells whether a step updates the weights, and whether updates wait for the norm of all gradients.
+        completion: tells whether a step updates the weights, whether updates wait for the norm of all gradients, and
+            whether copies of stages are kept.
         stages: the layers of each stage.
         checkpoint: the plan's checkpoint option.
         costs: the costs of the stages, with the buckets of gradients. None: not measured, so there are no collectives.
@@ -544,11 +546,14 @@ def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
 
 
 def _read_completion(values: Mapping[str, Any]) -> Completion:
-    """Return what a saved plan says of its updates. Plans without this field have updates if they have replicas."""
+    """Return what a saved plan says of its updates and copies of stages.
+
+    Plans without this field have updates if they have replicas.
+    """
     given = values.get("completion")
     if given is None:
         return Completion(updates=values.get("replication") is not None)
-    check_known("a plan's completion must have", given, ("updates", "norms"))
+    check_known("a plan's completion must have", given, ("updates", "norms", "redundancy"))
     for name, value in given.items():
         check_type(value, bool, f"{name} of a plan must be True or False", "save the plan again")
     return Completion(**given)

@@ -46,15 +46,25 @@ class ProgramFactory:
         num_devices: the number of available devices; the programs can use fewer.
         updates: whether the pipeline has optimizers. If so, updates are added to programs that have none.
         norms: whether updates need the norm of all gradients.
+        redundancy: whether copies of the stages are kept, for when a rank is lost.
 
     """
 
-    def __init__(self, request: PlanRequest, num_devices: int, *, updates: bool = False, norms: bool = False) -> None:
+    def __init__(
+        self,
+        request: PlanRequest,
+        num_devices: int,
+        *,
+        updates: bool = False,
+        norms: bool = False,
+        redundancy: bool = False,
+    ) -> None:
         if request.num_ranks is not None:
             num_devices = _as_planned(request.num_ranks, num_devices)
         self.checkpoint: Checkpoint = request.checkpoint or "never"
         #: The actions that a training step adds to the program of the schedule.
-        self.completion = Completion(updates=updates, norms=norms).treating(self.checkpoint)
+        added = Completion(updates=updates, norms=norms, redundancy=redundancy)
+        self.completion = added.treating(self.checkpoint)
         self.source = _source(request, num_devices)
         self._request = request
         if isinstance(self.source, Program):
@@ -234,6 +244,11 @@ class ProgramFactory:
                 f"a program may only have NORM actions if an option uses gradient norms; program {program.name!r} has "
                 f"NORM actions, but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove "
                 f"the NORM actions"
+            )
+        if program.has_redundancy and not self.completion.redundancy:
+            raise ScheduleError(
+                f"a program may only have MIRRORs, KEEPs and REPLAYs if the pipeline keeps copies of its stages; "
+                f"program {program.name!r} has them, but this pipeline keeps no copies; pass the program without them"
             )
         if self.streams:
             _ = self.full.segments

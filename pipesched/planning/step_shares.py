@@ -26,7 +26,7 @@ class StepShares:
     collectives: float
     #: Messages between stages.
     messages: float
-    #: Recomputed forwards, and copies of activations to the host and back.
+    #: Recomputed forwards, copies of activations to the host and back, and copies of states.
     recomputation: float
     #: Filling and draining the pipeline: the time in which the busiest rank waits for other stages.
     waiting: float
@@ -75,4 +75,4 @@ def _quiet(costs: Costs) -> Costs:
 def _without_saving(costs: Costs) -> Costs:
     """Return the costs with recomputations and host copies that take no time."""
     none = (0.0,) * costs.num_stages
-    return replace(costs, recompute_s=none, offload_s=none, fetch_s=none)
+    return replace(costs, recompute_s=none, offload_s=none, fetch_s=none, keep_s=none, replay_s=none)

@@ -20,6 +20,7 @@ from pipesched.errors import ScheduleError
 __all__ = [
     "BACKWARD_MESSAGES",
     "NUMBERED",
+    "ON_COPIES",
     "OTHER_END",
     "RECEIVES",
     "SENDS",
@@ -41,6 +42,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     COPY = "copy"
     COLLECTIVE = "collective"  # a rank runs its collectives one at a time, in the order of its actions
+    REDUNDANCY = "redundancy"  # copies of a rank's state, which outlive the rank
 
 
 class Queue(Enum):
@@ -49,6 +51,7 @@ class Queue(Enum):
     TO_HOST = auto()  # copies to the host
     FROM_HOST = auto()  # copies from the host
     COLLECTIVES = auto()
+    REDUNDANCY = auto()
     MESSAGES = auto()  # a queue for each other rank
 
 
@@ -150,6 +153,8 @@ class Row:
     costs: tuple[str, ...] = ()
     #: The kinds whose measured times correct the action's cost in a step without such actions.
     instead: tuple[str, ...] = ()
+    #: Whether the rank that holds the copy of the stage runs the action (`Program.copy_ranks`), not the stage's rank.
+    on_copy: bool = False
     #: The memory that the action takes at its start, and keeps.
     takes: Holding | None = None
     #: The memory that the action frees at its end, if an action with the same number took it. An action of a ``queue``
@@ -157,13 +162,14 @@ class Row:
     gives: tuple[Holding, ...] = ()
     #: The field of `Costs` with the memory that the action needs only while it runs.
     transient: str = ""
-    #: The method of a stage that waits for the stage's actions of a queue, and returns their starts and ends.
+    #: The method of a stage that waits for the stage's actions of a queue, and returns their starts and ends. Where the
+    #: stage does not know them, it returns {}.
     spans: str = ""
     #: The name in legends and notes. Default: only the text form.
     label: str = ""
     #: The colour in pictures, as ``#rrggbb``. Default: grey.
     colour: str = ""
-    #: The letter before the number of a collective in a text timeline.
+    #: The letter before the number in a text timeline, for actions in a line below those of their rank.
     letter: str = ""
     #: The character of the action in a text timeline without labels.
     block: str = "▞"
@@ -278,7 +284,7 @@ class Kind(StrEnum):
         lane=Lane.COMPUTE,
         handler="update",
         number="update",
-        needs=(_REDUCED, Need(At.NUMBERED, "RESHARD"), Need(At.EVERY, "NORM")),
+        needs=(_REDUCED, Need(At.NUMBERED, "RESHARD"), Need(At.NUMBERED, "KEEP"), Need(At.EVERY, "NORM")),
         costs=("update_s", "gather_s"),
         takes=Holding.WEIGHTS,
         transient="update_transient_bytes",
@@ -386,10 +392,57 @@ class Kind(StrEnum):
         needs=(Need(At.OWN, "UNSHARD"),),
         gives=(Holding.GATHERED,),
     )
+    # send the gradients of a stage's previous update to the rank that holds a copy of the stage
+    MIRROR = Row(
+        text="MIRROR",
+        lane=Lane.REDUNDANCY,
+        handler="mirror",
+        number="update",
+        queue=Queue.REDUNDANCY,
+        spans="mirrored",
+        label="gradients to a copy",
+        colour="#332288",
+        letter="M",
+        block="▌",
+    )
+    # set a stage's weights and optimizer state aside, once all gradients of the previous update have arrived
+    KEEP = Row(
+        text="KEEP",
+        lane=Lane.REDUNDANCY,
+        handler="keep",
+        number="update",
+        needs=(Need(At.EVERY, "MIRROR"),),
+        queue=Queue.REDUNDANCY,
+        costs=("keep_s",),
+        spans="kept",
+        label="state set aside",
+        colour="#999933",
+        letter="K",
+        block="▐",
+    )
+    # the previous update again, on the copy of a stage
+    REPLAY = Row(
+        text="REPLAY",
+        lane=Lane.REDUNDANCY,
+        handler="replay",
+        number="update",
+        needs=(Need(At.OWN, "MIRROR"),),
+        queue=Queue.REDUNDANCY,
+        costs=("replay_s",),
+        on_copy=True,
+        spans="replayed",
+        label="update of a copy",
+        colour="#aa4499",
+        letter="R",
+        block="▀",
+    )
 
 
 #: The kinds whose actions have the number of a bucket or a gather, from 0 on each stage, instead of a micro-batch.
 NUMBERED = tuple(kind for kind in Kind if kind.row.number not in ("micro-batch", "update"))
+
+#: The kinds whose actions are on the rank that holds the copy of their stage.
+ON_COPIES = tuple(kind for kind in Kind if kind.row.on_copy)
 
 #: Maps each kind of send to the kind of its receive, and each kind of receive to the kind of its send.
 OTHER_END: dict[Kind, Kind] = {kind: Kind(kind.row.transfer.other_end) for kind in Kind if kind.row.transfer}
@@ -421,7 +474,7 @@ class Action(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The lane that the action occupies: compute, copy or collective."""
+        """The lane that the action occupies: compute, copy, collective or redundancy."""
         return self.kind.row.lane
 
     @classmethod

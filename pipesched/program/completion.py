@@ -1,7 +1,8 @@
 """Completion: the actions that a run adds to a schedule's program, and the passes that add these actions.
 
-A schedule orders forwards and backwards. A run also recomputes, offloads, updates weights and exchanges data with other
-replicas. Everything that simulates, searches, proves, draws, exports or runs a program completes it with `Completion`.
+A schedule orders forwards and backwards. A run also recomputes, offloads, updates weights, exchanges data with other
+replicas and keeps copies of stages. Everything that simulates, searches, proves, draws, exports or runs a program
+completes it with `Completion`.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from pipesched.program.lowering import (
     add_offloading,
     add_recompute,
     add_reductions,
+    add_redundancy,
     add_updates,
     lower,
 )
@@ -38,6 +40,8 @@ class Completion:
             other stages of the rank have run. Default: None, replicas do not divide the weights.
         recompute: the (stage, micro-batch) pairs whose activations an R recomputes. Default: "never".
         offloaded: the stages that copy activations to the host. Default: none.
+        redundancy: whether another rank keeps a copy of each stage up to date, and each rank its state before the
+            step. With buckets, the replicas are the copies. Without updates, nothing is added. Default: False.
 
     """
 
@@ -47,6 +51,7 @@ class Completion:
     gather_once: bool | None = None
     recompute: CheckpointMode = "never"
     offloaded: frozenset[int] = frozenset()
+    redundancy: bool = False
 
     def treating(self, checkpoint: Checkpoint, stages: Iterable[Iterable[str]] = ()) -> "Completion":
         """Return a copy with the recomputes and offloads that an option ``checkpoint`` asks for.
@@ -98,6 +103,10 @@ def _offloads(program: Program, own: Completion) -> Program:
     return add_offloading(program, own.offloaded)
 
 
+def _redundancy(program: Program, own: Completion) -> Program:
+    return add_redundancy(program, replicas=any(own.buckets)) if own.redundancy else program
+
+
 #: The passes, in the order in which they run. A pass finds the actions that it refers to wherever earlier passes put
 #: them: a NORM moves behind the REDUCEs that are added after it, and an OFFLOAD spares what an R recomputes.
 _PASSES: tuple[Callable[[Program, Completion], Program], ...] = (
@@ -107,4 +116,5 @@ _PASSES: tuple[Callable[[Program, Completion], Program], ...] = (
     _gathers,
     _recomputes,
     _offloads,
+    _redundancy,
 )

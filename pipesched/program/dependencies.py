@@ -19,13 +19,17 @@ from pipesched.program.action_arrays import CODES, MOST_SLOTS, NUM_KINDS, Column
 from pipesched.program.actions import NUMBERED, OTHER_END, Action, At, Kind, Need
 from pipesched.units import counted
 
-__all__ = ["BACKWARDS", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", "requirements"]
+__all__ = ["BACKWARDS", "INPUT_USES", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", "requirements"]
 
 #: The kinds that yield the gradient of a stage's input.
 BACKWARDS = (Kind.B, Kind.I)
 #: The kinds that use the full (unsharded) weights of their stage. W is included for three reasons: the W of a
 #: convolution reads the weights, every W accumulates full gradients, and hooks during a W see the full Parameter.
 WEIGHT_USES = tuple(kind for kind in Kind if any(need.at is At.GATHER for need in kind.row.needs))
+
+_GIVERS = {At.PRODUCERS, At.CONSUMERS, At.PEER}
+#: The kinds that use an output or a gradient of another stage: compute actions, and receives.
+INPUT_USES = tuple(kind for kind in Kind if any(need.at in _GIVERS for need in kind.row.needs))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lowering: passes that add communication, recomputation, offloading, updates and collectives to a program."""
+"""Lowering: passes that add communication, recomputation, offloading, updates, collectives and redundancy."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +15,7 @@ from pipesched.program.dependencies import BACKWARDS, WEIGHT_USES
 from pipesched.program.gathers import check_gathers
 from pipesched.program.program import Program, check_program
 from pipesched.program.reductions import check_reductions
+from pipesched.program.redundancy import redundant_orders
 from pipesched.program.validation import check_places
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "add_offloading",
     "add_recompute",
     "add_reductions",
+    "add_redundancy",
     "add_updates",
     "forward_then_backward",
     "halves",
@@ -370,6 +372,33 @@ def add_gathers(
     gathered = replace(program, orders=_inserted(program.orders, parts))
     check_gathers(gathered)
     return gathered
+
+
+def add_redundancy(program: Program, *, replicas: bool = False) -> Program:
+    """Insert a MIRROR, a KEEP and a REPLAY for each stage at the start, so that a job survives the loss of a rank.
+
+        add_redundancy(add_updates(schedules.get("1f1b").program(4, 8)))
+
+    A rank first runs the MIRRORs of its stages, then their KEEPs, then the REPLAYs of the stages whose copies it holds.
+    With replicas, which hold the same weights anyway, and for a single rank, only KEEPs are added.
+
+    A program is returned unchanged if it has no updates or already has redundancy, or if several stages hold the same
+    weights (chimera, dualpipe), which are updated after the step.
+
+    Args:
+        program: the program of one replica, after `add_updates`.
+        replicas: whether other replicas hold the same weights. Default: False.
+
+    Returns:
+        The program with the actions ``<stage>MIRROR0``, ``<stage>KEEP0`` and ``<stage>REPLAY0``.
+
+    Raises:
+        ScheduleError: a stage has several updates, as in an asynchronous schedule.
+
+    """
+    if not program.has_updates or program.has_redundancy or program.num_weights < program.num_stages:
+        return program
+    return replace(program, orders=redundant_orders(program, sends=program.num_ranks > 1 and not replicas))
 
 
 def _gathered_stages(program: Program, prefetch: int, stages: Collection[int] | None) -> Sequence[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from pipesched.errors import ScheduleError
 
-__all__ = ["Placement", "chunks_of", "linear", "loop", "table", "v"]
+__all__ = ["Placement", "chunks_of", "copy_ranks", "linear", "loop", "table", "v"]
 
 Placement = tuple[int, ...]
 #: A function (num_ranks, chunks_per_rank) -> placement.
@@ -42,3 +42,11 @@ def table(ranks: Sequence[int], num_ranks: int) -> Placement:
 def chunks_of(placement: Placement, rank: int) -> tuple[int, ...]:
     """Return the chunks of a rank: its stages in ascending order."""
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+
+
+def copy_ranks(placement: Placement, num_ranks: int) -> Placement:
+    """Return, for each stage, the rank that holds a copy of the stage: the rank after the stage's own.
+
+    The copy of a stage on the last rank is on rank 0.
+    """
+    return tuple((rank + 1) % num_ranks for rank in placement)

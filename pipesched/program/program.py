@@ -18,8 +18,8 @@ from pipesched.checks import as_path, check_type, is_whole, shown
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import Columns, Ints, Mask, Orders
 from pipesched.program.actions import Action, Kind
-from pipesched.program.dependencies import Index, Requirements, StageGraph, chain, needs, requirements
-from pipesched.program.placement import Placement, chunks_of
+from pipesched.program.dependencies import INPUT_USES, Index, Requirements, StageGraph, chain, needs, requirements
+from pipesched.program.placement import Placement, chunks_of, copy_ranks
 from pipesched.program.text_format import order_words, parse_program, table_lines
 from pipesched.program.torch_table import torch_table
 from pipesched.units import counted
@@ -176,6 +176,11 @@ class Program:
         return bool(self.columns.are(Kind.NORM).any())
 
     @cached_property
+    def has_redundancy(self) -> bool:
+        """Whether the program has KEEP actions, which set the state of stages aside, for when a rank is lost."""
+        return bool(self.columns.are(Kind.KEEP).any())
+
+    @cached_property
     def buckets(self) -> tuple[int, ...]:
         """For each stage, the number of gradient buckets that REDUCE actions sum over the replicas."""
         reduced = self.columns.stage[self.columns.are(Kind.REDUCE)]
@@ -213,13 +218,19 @@ class Program:
     def messages(self) -> Ints:
         """The positions in `requirements` of the dependencies for which one stage sends a message to another.
 
-        These are the ``crossing`` dependencies, except those of UPDATEs on norms, which ranks exchange in another way.
+        These are the ``crossing`` dependencies of actions that use an output or a gradient of another stage. The others
+        are on norms and on gradients for copies of stages, which ranks exchange in another way.
         """
-        return self.crossing[~self.columns.are(Kind.UPDATE)[self.requirements.row[self.crossing]]]
+        return self.crossing[self.columns.are(*INPUT_USES)[self.requirements.row[self.crossing]]]
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank holds."""
         return chunks_of(self.placement, rank)
+
+    @cached_property
+    def copy_ranks(self) -> Placement:
+        """For each stage, the rank that would hold a copy of the stage."""
+        return copy_ranks(self.placement, self.num_ranks)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:

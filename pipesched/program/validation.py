@@ -1,8 +1,9 @@
 """Validation: proves that a program is complete, correctly ordered and free of deadlock.
 
 Each rule has a function that checks it. The rules are checked in this order: places, routes, completeness, slices,
-overlaps, offloads, dependencies, transfers, versions, reductions, gathers, deadlock; then, on request, memory and
-exactness. Errors name the rank, the position and the action, and show a grid of the orders with the action marked.
+overlaps, offloads, dependencies, transfers, versions, reductions, gathers, redundancy, deadlock; then, on request,
+memory and exactness. Errors name the rank, the position and the action, and show a grid of the orders with the action
+marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,13 @@ import numpy as np
 
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program.action_arrays import Mask
-from pipesched.program.actions import NUMBERED, OTHER_END, SENDS, Action, Kind
+from pipesched.program.actions import NUMBERED, ON_COPIES, OTHER_END, SENDS, Action, Kind
 from pipesched.program.dependencies import BACKWARDS
 from pipesched.program.gathers import check_gathers
 from pipesched.program.liveness import pairs_held, peak_in_flight, rank_limits
 from pipesched.program.program import Program, check_program, marked_grid
 from pipesched.program.reductions import check_reductions
+from pipesched.program.redundancy import check_redundancy
 from pipesched.program.traversal import walk
 from pipesched.program.weight_versions import check_versions
 from pipesched.units import counted
@@ -68,6 +70,7 @@ def check_order(program: Program) -> None:
     check_versions(program)
     check_reductions(program)
     check_gathers(program)
+    check_redundancy(program)
 
 
 def _place(program: Program, row: int) -> str:
@@ -110,7 +113,8 @@ def check_places(program: Program) -> None:
         & (columns.microbatch >= 0)
         & ((columns.microbatch < program.num_microbatches) | columns.are(*NUMBERED))
     )
-    home = np.asarray(program.placement)[np.where(stage_in, columns.stage, 0)]
+    homes = np.array([program.placement, program.copy_ranks])
+    home = homes[columns.are(*ON_COPIES).astype(int), np.where(stage_in, columns.stage, 0)]
     row = _first(~inside | (home != program.orders.rank_of))
     if row is None:
         _check_numbered(program)
@@ -122,9 +126,10 @@ def check_places(program: Program) -> None:
             f"{counted(program.num_microbatches, 'micro-batch')}. Number stages and micro-batches from 0."
             + _grid(program, row)
         )
+    of = "the copy of stage" if action.kind in ON_COPIES else "stage"
     raise ScheduleError(
-        f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
-        f"{action.stage}. Move it to that rank." + _grid(program, row)
+        f"{_place(program, row)}: {action} belongs to rank {home[row]}, which holds {of} {action.stage}. Move it to "
+        f"that rank." + _grid(program, row)
     )
 
 

@@ -127,7 +127,7 @@ class ConnectedRank:
 
         """
         store = distributed.PrefixStore(name, self.store)  # type: ignore[attr-defined]
-        beside = HostTransport().connect(store, self.rank, self.num_ranks, self.timeout_s)
+        beside = HostTransport(self.alarm.settled).connect(store, self.rank, self.num_ranks, self.timeout_s)
         self._ends_beside.append(finalize(self, beside.close))
         self.alarm.on_fault(beside.hang_up)
         return beside.channels(_IDENTITY, encoding)
@@ -277,6 +277,16 @@ class ConnectedRank:
         finally:
             self.activity.end()
             self._busy.release()
+
+    @contextmanager
+    def waiting(self, call: str) -> Iterator[None]:
+        """A context as ``stopping_all``, in which the alarm knows that this rank may wait for others."""
+        self.activity.begin(call)
+        try:
+            with self.stopping_all(call):
+                yield
+        finally:
+            self.activity.end()
 
     @contextmanager
     def stopping_all(self, call: str) -> Iterator[None]:

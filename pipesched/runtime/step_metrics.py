@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipesched.devices.streams import used_here
 from pipesched.errors import ExecutionError, InputError
-from pipesched.runtime.collectives import LossAndMetrics
+from pipesched.runtime.collectives import LossAndMetrics, RankCollectives
 from pipesched.runtime.microbatches import Weighting
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.step_data import Added, StepData
@@ -52,6 +52,7 @@ class StepMetrics:
     def __init__(self) -> None:
         #: Whether layers add losses, keyed by the kind of run. All processes agree in the first run of a kind.
         self._adds: dict[Hashable, bool] = {}
+        self._agreed: RankCollectives | None = None  # over which they have agreed
         #: Reads the named scalars of the latest step or evaluation.
         self.read: Callable[[], Mapping[str, Tensor]] = dict
 
@@ -74,6 +75,8 @@ class StepMetrics:
         return result.loss
 
     def _finish_mesh(self, host: RankHost, run: RunResults, rows: Sequence[_Row]) -> Tensor:
+        if self._agreed is not host.collectives:
+            self._agreed, self._adds = host.collectives, {}  # other processes may have joined
         if run.kind not in self._adds:
             self._adds[run.kind] = any(host.collectives.gathered_in_all(bool(rows)))
         adds = self._adds[run.kind]

@@ -133,8 +133,9 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
             weights[stage] = whole[stage] - inputs[stage]
     found: dict[Kind, Any] = {kind: medians(kind) for kind in Kind if kind.row.lane is Lane.COMPUTE}
     found |= {Kind.B: whole, Kind.I: inputs, Kind.W: weights}
-    for kind in {span.action.kind for trace in traces for row in trace.collectives_by_rank for span in row}:
-        found[kind] = _collective_times(traces, kind, num_stages)
+    lanes = [row for trace in traces for row in (*trace.collectives_by_rank, *trace.redundancy_by_rank)]
+    for kind in {span.action.kind for row in lanes for span in row} - {Kind.MIRROR}:  # a MIRROR's time is its message's
+        found[kind] = _started_times(traces, kind, num_stages)
     times: dict[str, Any] = {kind.row.costs[0]: own for kind, own in found.items() if kind.row.costs}
     others = {str(kind): own for kind, own in found.items() if not kind.row.costs}
     times["other_s"] = {**profiled.other_s, **others} if profiled else others
@@ -149,8 +150,8 @@ def quote_off(share: float | None) -> str:
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # + 0.0 converts -0.0 to 0.0
 
 
-def _collective_times(traces: Sequence[Trace], kind: Kind, num_stages: int) -> list[Any]:
-    """Return the median time in seconds of each stage's collectives of a kind; 0 for a stage without such collectives.
+def _started_times(traces: Sequence[Trace], kind: Kind, num_stages: int) -> list[Any]:
+    """Return the median time in seconds of each stage's collectives or copies of a kind; 0 for a stage without such.
 
     If the time of the kind depends on the bucket, return the median of each bucket instead, for each stage.
     """

@@ -72,6 +72,10 @@ class Costs:
         gathered_bytes: size of the other replicas' parts of the weights, held from UNSHARD to RESHARD in addition to
             ``weight_bytes``. ``weight_bytes`` is then the size of this replica's own part.
         gather_s: time to gather the updated weights from all replicas at the end of each UPDATE (``zero=1`` or 2).
+        keep_s: time to set the weights and the optimizer's state aside in the host's memory (KEEP). The rank can
+            compute meanwhile. Default: at the speed at which OFFLOADs copy; no time if this is unknown.
+        replay_s: time of an update of the copy of a stage, on another rank (REPLAY). That rank can compute meanwhile.
+            Default: ``update_s``.
         other_s: times of kinds of actions that have no field of their own, keyed by the kind's text: a tuple with one
             number per stage, such as ``{"FREE": (0.1, 0.2)}``. Default: {}, no time.
 
@@ -117,6 +121,8 @@ class Costs:
     unshard_s: tuple[float, ...] = ()
     gathered_bytes: tuple[int, ...] = ()
     gather_s: tuple[float, ...] = ()
+    keep_s: tuple[float, ...] = ()
+    replay_s: tuple[float, ...] = ()
     other_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +145,7 @@ class Costs:
         for name in _BY_BUCKET:
             values = getattr(self, name) or ((),) * self.num_stages
             object.__setattr__(self, name, tuple(map(_as_buckets, values)))
-        self._check((*_GIVEN, *_ZERO, *_BY_BUCKET))
+        self._check((*_GIVEN, *_ZERO, *_BY_BUCKET, *(name for name in _UNSET if getattr(self, name))))
         for name, parts in _SUMS.items():
             if not getattr(self, name):
                 columns = zip(*(getattr(self, part) for part in parts), strict=True)
@@ -227,19 +233,28 @@ class Costs:
     def times(self, kind: Kind) -> tuple[float, ...]:
         """Return the time in seconds of an action of this kind on each stage.
 
-        Returns () for transfers, and for REDUCE, whose time depends on the bucket. An UPDATE includes ``gather_s``.
+        Returns () for transfers, and for REDUCE, whose time depends on the bucket. An UPDATE includes ``gather_s``. For
+        MIRROR, returns the times in ``other_s``; the simulation adds those of its message.
         """
         names = kind.row.costs
         if not names:
             return self.other_s.get(kind, ())
         if kind in BY_BUCKET:
             return ()
-        first, *more = (getattr(self, name) for name in names)
+        first, *more = (getattr(self, name) or self._in_place_of(name) for name in names)
         used = [times for times in more if any(times)]
         return tuple(map(sum, zip(first, *used, strict=True))) if used else first
 
+    def _in_place_of(self, name: str) -> tuple[float, ...]:
+        """Return the times that a field of `_UNSET` stands for if it is not given."""
+        if name == "replay_s":
+            return self.update_s
+        copied = sum(self.offload_bytes)
+        byte_s = sum(self.offload_s) / copied if copied else 0
+        return tuple(sum(sizes) * byte_s for sizes in zip(self.weight_bytes, self.optimizer_bytes, strict=True))
+
     def seconds(self, action: Action) -> float:
-        """Return the time of an action in seconds; 0 for transfers between stages."""
+        """Return the time of an action in seconds; 0 for transfers between stages and, besides ``other_s``, MIRRORs."""
         stage, kind, number, _ = action
         if kind in BY_BUCKET:
             of_buckets: tuple[float, ...] = getattr(self, kind.row.costs[0])[stage]
@@ -275,7 +290,7 @@ class Costs:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain lists and numbers for JSON.
 
-        Fields for reductions, gathers and kinds without a field of their own are left out if unused.
+        Fields for reductions, gathers, redundancy and kinds without a field of their own are left out if unused.
         """
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _BY_BUCKET:
@@ -283,9 +298,10 @@ class Costs:
             values |= {name: [*map(list, own)]} if any(own) else {}
         others = values.pop("other_s")
         values |= {"other_s": {name: list(own) for name, own in others.items()}} if others else {}
-        for name in _LEFT_OUT_IF_UNUSED:
-            if not any(values[name]):
-                del values[name]
+        for name in [name for name in _LEFT_OUT_IF_UNUSED if not any(values[name])]:
+            del values[name]
+        for name in [name for name in _UNSET if not values[name]]:
+            del values[name]
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
 
@@ -354,6 +370,7 @@ BY_BUCKET = tuple(kind for kind in Kind if not set(kind.row.costs).isdisjoint(_B
 #: The kinds whose time is in `Costs.other_s`.
 _OTHERS = [str(kind) for kind in Kind if not (kind.row.costs or kind.row.transfer)]
 _TIMES = {name for kind in Kind for name in kind.row.costs}
+_UNSET = ("keep_s", "replay_s")  # fields that stay () if they are not given
 _LEFT_OUT_IF_UNUSED = ("unshard_s", "gathered_bytes", "gather_s")
 _COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads", "other_s")]
-_ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_BY_BUCKET)]
+_ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_UNSET, *_BY_BUCKET)]

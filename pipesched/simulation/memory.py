@@ -13,6 +13,7 @@ import numpy as np
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import Columns, Ints, Mask
 from pipesched.program.actions import OTHER_END, RECEIVES, Holding, Kind
+from pipesched.program.dependencies import INPUT_USES
 from pipesched.program.liveness import bytes_held
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
@@ -59,11 +60,19 @@ class RankMemory:
     gathered: int = 0
     #: Transient memory of the running action.
     transients: int
+    #: In the host's memory, for when a rank is lost: the weights and the optimizer's state that the rank has set aside,
+    #: and its gradients until they are sent; for the stages whose copies it holds, all three as well.
+    host_copies: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """The rank's peak memory: the sum of all fields."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """The rank's peak memory on its device: the sum of all fields except `host_copies`."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host_copies")
+
+    @property
+    def total_with_host_bytes(self) -> int:
+        """The rank's peak memory if its device is the host, whose memory `host_copies` takes, too."""
+        return self.total_bytes + self.host_copies
 
 
 class MessageSizes(NamedTuple):
@@ -124,6 +133,7 @@ def rank_memory(
     batch = [
         0 if program.graph.producers[stage] else visits[stage] * size for stage, size in enumerate(costs.input_bytes)
     ]
+    copies = _host_copies(program, costs)
     found = []
     for rank, row in enumerate(rows):
         stages = [stage for stage, own in enumerate(program.placement) if own == rank]
@@ -134,10 +144,23 @@ def rank_memory(
                 buffers=sum(costs.buffer_bytes[stage] for stage in stages),
                 optimizer=sum(costs.optimizer_bytes[stage] for stage in stages),
                 batch=sum(map(batch.__getitem__, stages)),
+                host_copies=copies[rank],
                 **own,
             )
         )
     return tuple(_after_run(own, rank, program, costs, replicas) for rank, own in enumerate(found))
+
+
+def _host_copies(program: Program, costs: Costs) -> list[int]:
+    """Return the bytes of states set aside and of copies of stages that each rank holds in its host's memory."""
+    held = np.zeros(program.num_ranks, np.int64)
+    states = np.asarray(costs.weight_bytes, np.int64) + np.asarray(costs.optimizer_bytes, np.int64)
+    gradients = np.asarray(costs.gradient_bytes, np.int64)
+    for kind, sizes in ((Kind.KEEP, states), (Kind.MIRROR, gradients), (Kind.REPLAY, states + gradients)):
+        rows = program.columns.are(kind)
+        np.add.at(held, program.orders.rank_of[rows], sizes[program.columns.stage[rows]])
+    own: list[int] = held.tolist()
+    return own
 
 
 def _after_run(
@@ -439,7 +462,7 @@ def _waits(program: Program, sizes: _SizeArrays) -> Iterator[tuple[Ints, Ints, I
     columns = program.columns
     rank_of = program.orders.rank_of
     row, needed = (part[program.requirements.needed >= 0] for part in program.requirements)
-    passing = (columns.stage[row] != columns.stage[needed]) & ~columns.are(Kind.NORM)[needed]
+    passing = (columns.stage[row] != columns.stage[needed]) & columns.are(*INPUT_USES)[row]
     row = row[passing]
     needed = needed[passing]
     forward = columns.are(Kind.F)[needed]

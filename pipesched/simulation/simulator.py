@@ -41,8 +41,9 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. Collectives occupy no
-    rank either, but a rank runs its collectives one after the other. With ``costs.overheads``, an action also
-    takes time to start, and to receive and send messages, and is slower while other ranks of its host compute.
+    rank either, but a rank runs its collectives one after the other. MIRROR, KEEP and REPLAY run likewise, in a lane of
+    their own; a MIRROR lasts as long as its message, which delays no other message. With ``costs.overheads``, an action
+    also takes time to start, and to receive and send messages, and is slower while other ranks of its host compute.
 
     ::
 
@@ -92,14 +93,20 @@ def step_time(program: Program, costs: Costs) -> float:
 
 
 def message_times(program: Program, costs: Costs) -> tuple[list[int], list[float]]:
-    """Return the bytes that each rank sends to other ranks, and the total time in seconds of each rank's messages."""
+    """Return the bytes that each rank sends to other ranks, and the total time in seconds of each rank's messages.
+
+    The gradients that MIRRORs send are included.
+    """
     links = costs.links or Links(costs.overheads.link if costs.overheads else Link())
     messages = _messages(program, costs)
-    ends = messages.sender, messages.receiver
-    took = links.latencies(*ends) + links.travel(*ends, messages.size) + costs.transfer_s
+    mirrored = program.columns.stage[program.columns.are(Kind.MIRROR)]
+    giver = np.concatenate([messages.sender, np.asarray(program.placement)[mirrored]])
+    taker = np.concatenate([messages.receiver, np.asarray(program.copy_ranks)[mirrored]])
+    sizes = np.concatenate([messages.size, _exactly(costs.gradient_bytes)[mirrored]])
+    took = links.latencies(giver, taker) + links.travel(giver, taker, sizes) + costs.transfer_s
     sent: list[int] = [0] * program.num_ranks
     seconds: list[float] = [0] * program.num_ranks
-    for rank, size, time_s in zip(messages.sender.tolist(), messages.size.tolist(), took.tolist(), strict=True):
+    for rank, size, time_s in zip(giver.tolist(), sizes.tolist(), took.tolist(), strict=True):
         sent[rank] += size
         seconds[rank] += time_s
     return sent, seconds
@@ -134,16 +141,19 @@ def _timing(program: Program, costs: Costs) -> Timing:
     links = costs.links
     if links is None and costs.overheads is not None:
         links = Links(costs.overheads.link)
+    _add_mirrors(program, costs, links, seconds)
     occupied = _own_links(program)
     leads = _leads(program, seconds)
     lags[program.crossing] = costs.transfer_s  # norms are too small for a link's bandwidth to matter
+    if links is not None:
+        lags[program.crossing] += links.latencies(
+            *(program.orders.rank_of[part[program.crossing]] for part in reversed(program.requirements))
+        )
+    _set_commits(program, costs, links, lags)
     if links is None:
         return Timing(seconds, lags, occupied, leads)
     ends = messages.sender, messages.receiver
     travel = links.travel(*ends, messages.size)
-    lags[program.crossing] += links.latencies(
-        *(program.orders.rank_of[part[program.crossing]] for part in reversed(program.requirements))
-    )
     if not links.contended:
         lags[messages.at] += travel
         return Timing(seconds, lags, occupied, leads)
@@ -165,6 +175,35 @@ def _add_reductions(program: Program, costs: Costs, seconds: NDArray[Any]) -> No
         seconds[row] = costs.seconds(program.columns.action(row))
 
 
+def _add_mirrors(program: Program, costs: Costs, links: Links | None, seconds: NDArray[Any]) -> None:
+    """Add the times of MIRRORs' messages to ``seconds``."""
+    if not program.index.has(Kind.MIRROR):
+        return
+    rows = np.flatnonzero(program.columns.are(Kind.MIRROR))
+    seconds[rows] += costs.transfer_s
+    if links is not None:
+        stage = program.columns.stage[rows]
+        ends = program.orders.rank_of[rows], np.asarray(program.copy_ranks)[stage]
+        seconds[rows] += links.latencies(*ends) + links.travel(*ends, _exactly(costs.gradient_bytes)[stage])
+
+
+def _set_commits(program: Program, costs: Costs, links: Links | None, lags: NDArray[Any]) -> None:
+    """Set the times in ``lags`` from the end of a MIRROR until a REPLAY or a KEEP may start.
+
+    A MIRROR ends when the rank of its stage's copy has the gradients. This rank can start the REPLAY at once. It tells
+    all other ranks, which can start their KEEPs when they know that all gradients have arrived.
+    """
+    if not program.index.has(Kind.MIRROR):
+        return
+    row, needed = program.requirements
+    at = np.flatnonzero(program.columns.are(Kind.MIRROR)[needed] & (needed >= 0))
+    ends = np.asarray(program.copy_ranks)[program.columns.stage[needed[at]]], program.orders.rank_of[row[at]]
+    told = np.full(len(at), costs.transfer_s, object)
+    if links is not None:
+        told += links.latencies(*ends)
+    lags[at] = np.where(ends[0] == ends[1], 0, told)
+
+
 def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
     """Return, keyed by row, how many seconds each reduction can start before its stage's last backward ends.
 
@@ -183,7 +222,8 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 def _own_links(program: Program) -> Ints | None:
     """Return, for each action, the number of the link that it occupies, or -1; None if no action occupies a link.
 
-    Each rank has a link for each queue: two to the host, one per direction, and one for its collectives.
+    Each rank has a link for each queue: two to the host, one per direction, one for its collectives, and one for
+    redundancy.
     """
     if not program.index.has(*chain.from_iterable(_OWN_LINKS)):
         return None

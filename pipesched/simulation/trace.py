@@ -45,7 +45,7 @@ class Span(NamedTuple):
         rank: the rank that ran the action.
         start_s: start time in seconds.
         end_s: end time in seconds.
-        lane: the resource of the rank that the action occupies: compute, copy or collective.
+        lane: the resource of the rank that the action occupies: compute, copy, collective or redundancy.
 
     """
 
@@ -140,7 +140,7 @@ def _times(values: list[Any]) -> Times:
 class Trace:
     """The times of a step's actions on all ranks, predicted or measured.
 
-    Bubble and busy times include compute spans only; the makespan also includes collectives.
+    Bubble and busy times include compute spans only; the makespan also includes collectives and redundancy.
 
     ::
 
@@ -212,7 +212,15 @@ class Trace:
     @cached_property
     def _collectives(self) -> tuple[Spans, ...]:
         """Each rank's collectives in time order; () if the trace has none."""
-        kinds = [kind for kind in self.kinds if kind.row.lane is Lane.COLLECTIVE]
+        return self._of_lane(Lane.COLLECTIVE)
+
+    @cached_property
+    def _redundancy(self) -> tuple[Spans, ...]:
+        """Each rank's MIRRORs, KEEPs and REPLAYs in time order; () if the trace has none."""
+        return self._of_lane(Lane.REDUNDANCY)
+
+    def _of_lane(self, lane: Lane) -> tuple[Spans, ...]:
+        kinds = [kind for kind in self.kinds if kind.row.lane is lane]
         return self._of_ranks(*kinds) if kinds else ()
 
     @cached_property
@@ -238,6 +246,11 @@ class Trace:
         """Each rank's collectives, such as reductions and gathers, in time order; () if the trace has none."""
         return tuple(map(tuple, self._collectives))
 
+    @cached_property
+    def redundancy_by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        """Each rank's MIRRORs, KEEPs and REPLAYs in time order; () if the trace has none."""
+        return tuple(map(tuple, self._redundancy))
+
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches in the spans."""
@@ -246,7 +259,7 @@ class Trace:
     @property
     def start_s(self) -> float:
         """The earliest start on any rank, in seconds, except of messages, which wait for their senders."""
-        starts = [plain(row.start_s[0]) for row in (*self._filled, *self._collectives) if len(row)]
+        starts = [plain(row.start_s[0]) for row in (*self._filled, *self._collectives, *self._redundancy) if len(row)]
         starts += [plain(row.start_s.min()) for row in self._copies if len(row)]
         return min(starts, default=0)
 
@@ -254,7 +267,7 @@ class Trace:
     def makespan_s(self) -> float:
         """The time of one isolated step in seconds, from the first start on any rank to the last end on any rank."""
         ends = [plain(row.end_s[-1]) for row in self._filled]
-        ends += [plain(row.end_s.max()) for row in self._collectives if len(row)]
+        ends += [plain(row.end_s.max()) for row in (*self._collectives, *self._redundancy) if len(row)]
         return max(ends, default=0) - self.start_s
 
     @property
@@ -399,8 +412,8 @@ class Trace:
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write the trace to a file as Chrome trace-event JSON, for Perfetto and chrome://tracing.
 
-        Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives. For
-        counters and arrows, see ``to_perfetto``.
+        Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives and
+        one for redundancy. For counters and arrows, see ``to_perfetto``.
         """
         write_whole(as_path(path), chrome_json(self.chrome_events(), {"name": self.name, **self._remarks}))
 

@@ -15,6 +15,7 @@ from pipesched.errors import DeadlockError, ExecutionError
 from pipesched.program.actions import Action, Kind, Queue
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
+from pipesched.program.redundancy import REDUNDANT
 from pipesched.program.validation import WORK, check_routes
 from pipesched.runtime.executors.interpreter import BoundRank, Stamps, interpret
 from pipesched.simulation.costs import Costs
@@ -44,9 +45,14 @@ class _VirtualClock:
 
     def copy(self, kind: Kind, seconds: float) -> float:
         """Start a copy once earlier copies of its queue have ended. Return the time at which the new copy ends."""
+        return self.queued(kind, seconds)[1]
+
+    def queued(self, kind: Kind, seconds: float, earliest_s: float = 0) -> tuple[float, float]:
+        """Start an action once earlier actions of its queue have ended. Return its start and its end."""
         queue = kind.row.queue
-        self._copied[queue] = max(self.now(), self._copied.get(queue, 0)) + seconds
-        return self._copied[queue]
+        start_s = max(self.now(), earliest_s, self._copied.get(queue, 0))
+        self._copied[queue] = start_s + seconds
+        return start_s, self._copied[queue]
 
     def reach(self, moment_s: float) -> None:
         """Wait until this time. Has no effect if the time is in the past."""
@@ -77,11 +83,18 @@ class FakeStage:
         costs: the times of the stage's actions, in seconds.
         clock: the virtual clock of the stage's rank. Default: None (the stage sleeps for the time of each action).
         versions: the weight version that each micro-batch uses. Default: () (always the newest version).
+        redundancy: runs the MIRRORs, KEEPs and REPLAYs of all stages on their ranks' clocks. Default: None (they end
+            immediately).
 
     """
 
     def __init__(
-        self, index: int, costs: Costs, clock: _VirtualClock | None = None, versions: Sequence[int] = ()
+        self,
+        index: int,
+        costs: Costs,
+        clock: _VirtualClock | None = None,
+        versions: Sequence[int] = (),
+        redundancy: "_FakeRedundancy | None" = None,
     ) -> None:
         self.index = index
         self._costs = costs
@@ -93,6 +106,8 @@ class FakeStage:
         self._gradients: list[int] = []
         self._reduced: dict[int, tuple[float, float]] = {}
         self._gathers: dict[int, tuple[float, float]] = {}
+        self._redundancy = redundancy
+        self._redundant: dict[Kind, dict[int, tuple[float, float]]] = {kind: {} for kind in REDUNDANT}
         self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
@@ -195,6 +210,39 @@ class FakeStage:
         """Return (start, end) of each gather, keyed by number."""
         return self._gathers
 
+    def mirror(self, number: int) -> None:
+        """Run MIRROR (start to send gradients to the copy)."""
+        self._begin_redundant(Kind.MIRROR, number)
+
+    def mirrored(self) -> Mapping[int, tuple[float, float]]:
+        """Return (start, end) of each MIRROR, keyed by number."""
+        return self._redundant[Kind.MIRROR]
+
+    def keep(self, number: int) -> None:
+        """Run KEEP (start to set the state aside)."""
+        self._begin_redundant(Kind.KEEP, number)
+
+    def kept(self) -> Mapping[int, tuple[float, float]]:
+        """Wait for the KEEPs. Return (start, end) of each, keyed by number."""
+        for _, end_s in self._redundant[Kind.KEEP].values():
+            self._clock.reach(end_s)
+        return self._redundant[Kind.KEEP]
+
+    def replay(self, number: int) -> None:
+        """Run REPLAY (start an update of the copy)."""
+        self._begin_redundant(Kind.REPLAY, number)
+
+    def replayed(self) -> Mapping[int, tuple[float, float]]:
+        """Return (start, end) of each REPLAY, keyed by number."""
+        return self._redundant[Kind.REPLAY]
+
+    def _begin_redundant(self, kind: Kind, number: int) -> None:
+        action = Action(self.index, kind, number)
+        if number in self._redundant[kind]:
+            raise ExecutionError(f"{action} must run once in a step; it would run twice; remove the duplicate")
+        now = self._clock.now()
+        self._redundant[kind][number] = (now, now) if self._redundancy is None else self._redundancy.begin(action)
+
     def norm(self, number: int) -> Action:
         """Run NORM (measure the gradients). Returns the action instead of norms."""
         action = Action(self.index, Kind.NORM, number)
@@ -278,6 +326,48 @@ class FakeStage:
             yield f"stage {self.index} has not applied the gradients of micro-batch {self._gradients[0]}"
 
 
+class _FakeRedundancy:
+    """Runs the MIRRORs, KEEPs and REPLAYs of all ranks in virtual time."""
+
+    def __init__(self, program: Program, clocks: Sequence[_VirtualClock], costs: Costs) -> None:
+        self._program = program
+        self._clocks = clocks
+        self._costs = costs
+        self._missing = set(program.columns.stage[program.columns.are(Kind.MIRROR)].tolist())
+        self._arrivals: dict[int, float] = {}  # stage -> the time at which its gradients have reached the copy
+
+    def can_begin(self, action: Action) -> bool:
+        """Return whether the MIRRORs that an action needs have started, so that its times are known."""
+        if action.kind is Kind.REPLAY:
+            return action.stage not in self._missing
+        return action.kind is not Kind.KEEP or not self._missing
+
+    def begin(self, action: Action) -> tuple[float, float]:
+        """Start an action on its rank. Return its start and its end."""
+        stage, kind, _, _ = action
+        home, copy = self._program.placement[stage], self._program.copy_ranks[stage]
+        seconds = self._costs.seconds(action)
+        if kind is Kind.MIRROR:
+            links = self._costs.links
+            travel_s = 0 if links is None else links.link(home, copy).time_s(self._costs.gradient_bytes[stage])
+            span = self._clocks[home].queued(kind, seconds + self._costs.transfer_s + travel_s)
+            self._arrivals[stage] = span[1]
+            self._missing.discard(stage)
+            return span
+        if kind is Kind.REPLAY:
+            return self._clocks[copy].queued(kind, seconds, self._arrivals[stage])
+        known = (self._known(one, home) for one in self._arrivals)
+        return self._clocks[home].queued(kind, seconds, max(known, default=0))
+
+    def _known(self, stage: int, rank: int) -> float:
+        """Return the time at which a rank knows that the gradients of a stage have arrived."""
+        copy = self._program.copy_ranks[stage]
+        if copy == rank:
+            return self._arrivals[stage]
+        latency_s = 0 if self._costs.links is None else self._costs.links.link(copy, rank).latency_s
+        return self._arrivals[stage] + self._costs.transfer_s + latency_s
+
+
 def _names(kinds: Any) -> str:
     return ", ".join(sorted(kinds)) or "nothing"
 
@@ -285,8 +375,11 @@ def _names(kinds: Any) -> str:
 class _Mail:
     """Message transport in virtual time. Each message carries its arrival time."""
 
-    def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
+    def __init__(
+        self, program: Program, clocks: list[_VirtualClock], costs: Costs, redundancy: _FakeRedundancy
+    ) -> None:
         self._placement = program.placement
+        self._redundancy = redundancy
         self._clocks = clocks
         self._costs = costs
         self._free: dict[tuple[int, int], float] = {}  # link -> time at which the link becomes free
@@ -301,7 +394,9 @@ class _Mail:
         return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
 
     def has_arrived(self, action: Action) -> bool:
-        """Return whether the action can start, because the message or the norms that it needs have been sent."""
+        """Return whether the action can start, because the messages or the norms that it needs have been sent."""
+        if action.kind in REDUNDANT:
+            return self._redundancy.can_begin(action)
         if action.kind is Kind.UPDATE:
             return all(len(sent) > action.microbatch for sent in self._norms.values())
         return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
@@ -375,11 +470,14 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     lowered = lower(program)
     clocks = [_VirtualClock() for _ in range(program.num_ranks)]
     versions = program.versions or ((),) * program.num_stages
-    stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
-    mail = _Mail(lowered, clocks, costs)
+    redundancy = _FakeRedundancy(lowered, clocks, costs)
+    stages = {s: FakeStage(s, costs, clocks[rank], versions[s], redundancy) for s, rank in enumerate(program.placement)}
+    mail = _Mail(lowered, clocks, costs, redundancy)
     ranks = [BoundRank(rank, lowered, stages, mail) for rank in range(program.num_ranks)]
     stamps = [Stamps.room_for(order) for order in lowered.orders]
     _drive([interpret(*one) for one in zip(ranks, clocks, stamps, strict=True)], mail)
+    for bound, own in zip(ranks, stamps, strict=True):
+        bound.finish(own)
     missing = [text for stage in stages.values() for text in stage.missing(program)]
     if missing:
         raise ExecutionError(

@@ -482,7 +482,20 @@ def test_an_order_for_torch_in_a_folder_that_does_not_exist(tmp_path):
     assert result.stderr.startswith("Error: Could not open file")
 
 
-COMMANDS = ["bound", "check", "checkpoint", "compare", "export", "fleet", "graph", "list", "report", "show", "tune"]
+COMMANDS = [
+    "bound",
+    "check",
+    "checkpoint",
+    "compare",
+    "export",
+    "fleet",
+    "graph",
+    "list",
+    "report",
+    "run",
+    "show",
+    "tune",
+]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

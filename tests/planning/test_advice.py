@@ -1,5 +1,7 @@
 """Advice: plans with a known weakness say what binds them, and what to try next; the expected step is reached."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from pipesched import Link, Links, Plan, Profile, tune_profile
 from pipesched.errors import ScheduleError
 from pipesched.planning.advice import NextStep, cause_of
+from pipesched.simulation.overheads import Overheads
+from pipesched.units import quote_bytes
 
 MIB = 1 << 20
 
@@ -47,7 +51,7 @@ NAMED = {
     "messages": "bound by messages between stages",
     "memory": "bound by memory",
     "ranks": "too many ranks: num_ranks=4 is as fast",
-    "balance": "bound by one slow stage",
+    "balance": "bound by unequal stages",
     "micro-batches": "bound by too few micro-batches",
 }
 
@@ -85,3 +89,64 @@ def test_a_saved_plan_with_a_wrong_number_of_posted_receives_is_refused() -> Non
 def reached(step: NextStep, plan: Plan) -> bool:
     """Return whether a new plan has the expected step time, within 3 %."""
     return abs(plan.alternatives[0].step_s / step.step_s - 1) < 0.03
+
+
+# ---- what explain() prints -------------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_an_explanation_includes_recomputation_and_stays_below_the_limit() -> None:
+    plan = planned("memory")
+    assert not isinstance(plan.checkpoint, str)
+    assert "recompute" in plan.checkpoint.values()
+    head, *lines = plan.explain().splitlines()[plan.explain().splitlines().index("") + 1 :]
+    at = re.split(r"\s{2,}", head).index("rank memory")
+    printed = [re.split(r"\s{2,}", line.strip())[at] for line in lines[: len(plan.stages)]]
+    assert printed == [quote_bytes(own.total_bytes) for own in plan.memory()]
+    assert max(own.total_bytes for own in plan.memory()) <= 250e6
+
+
+def test_ranks_that_share_cores_are_named_beside_the_bound() -> None:
+    plan = planned("compute")
+    assert plan.costs is not None
+    assert "cores" not in plan.explain()
+    crowded = replace(plan, costs=replace(plan.costs, overheads=Overheads(crowding=(1, 1.2))))
+    assert "can take less than" in crowded.explain()
+    assert "if each had a core of its own (4 ranks share 2 cores)" in crowded.explain()
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        ((3,), "rank 3 (stage 3) has the most work"),
+        ((1, 2, 3), "ranks 1 to 3 (stages 1 to 3) have the most work"),
+        ((0, 2), "ranks 0, 2 (stages 0, 2) have the most work"),
+    ],
+)
+def test_all_ranks_with_the_most_work_are_named(slow: tuple[int, ...], said: str) -> None:
+    """Without rounding: the times of the layers add up to other last digits on each rank."""
+    table = layers(4, forward_ms=0.1, backward_ms=0.2)
+    for place in slow:
+        table[place] |= {"forward_ms": 0.7, "backward_ms": 1.4}
+    request: dict[str, Any] = {"num_ranks": 4, "batch_size": 256, "links": FAST, "all_ranks": True, "num_stages": 4}
+    plan = tune_profile(Profile.from_table(table, rows=4), schedule="1f1b", effort=20_000, **request)
+    assert f"bound by unequal stages: {said}" in plan.explain()
+
+
+def test_equal_ranks_are_not_told_apart() -> None:
+    assert "bound by compute: all 4 ranks have the same work" in planned("compute").explain()
+
+
+def test_a_faster_plan_that_the_search_missed_is_named_with_the_argument_that_finds_it() -> None:
+    plan = planned("memory")
+    line = next(line for line in plan.advice.why_not_more if "chunks" in line)
+    assert line.endswith("; this search did not find it: pass num_stages=8")
+    followed = planned("memory", num_stages=8)
+    assert followed.alternatives[0].step_s < 0.97 * plan.alternatives[0].step_s
+
+
+def test_without_a_memory_limit_no_reason_names_one() -> None:
+    """The plan has one rank in each pipeline, where no schedule has chunks."""
+    profile = Profile.from_table(layers(4, parameter_bytes=MIB), rows=4)
+    plan = tune_profile(profile, num_ranks=4, batch_size=64, links=FAST, axes={"pipeline": 1, "replicate": 4})
+    assert "why not more chunks: chunks need several ranks in a pipeline" in plan.advice.why_not_more
+    assert "memory limit" not in plan.explain()

@@ -397,6 +397,13 @@ def test_a_picture_shows_candidates_timelines_and_stages():
     assert heights == pytest.approx([4, 4, 8, 8, 4, 4.8, 8, 9.6])
 
 
+def test_a_picture_says_what_to_do_next():
+    report = Report(plan_of(alternatives=(TAKEN, EQUAL)))
+    said = " ".join(" ".join(text.get_text() for text in report.figure().texts).split())
+    assert report.next_steps
+    assert all(step in said for step in report.next_steps)
+
+
 def test_a_report_is_saved_by_its_ending(tmp_path):
     report = Report(plan_of(alternatives=(TAKEN,)))
     for ending, begins in {"html": b"<!DOCTYPE html>", "png": b"\x89PNG", "svg": b"<?xml", "txt": b"1f1b on"}.items():

@@ -43,7 +43,8 @@ def test_an_action_has_a_text_form_that_parse_reads(action, text):
 def test_a_kind_prints_as_its_text_form():
     computing, transfers = ["F", "B", "I", "W", "R", "NORM", "UPDATE"], ["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
     copies, collectives = ["OFFLOAD", "FREE", "FETCH"], ["REDUCE", "UNSHARD", "RESHARD"]
-    assert [str(kind) for kind in Kind] == [*computing, *transfers, *copies, *collectives]
+    redundancy = ["MIRROR", "KEEP", "REPLAY"]
+    assert [str(kind) for kind in Kind] == [*computing, *transfers, *copies, *collectives, *redundancy]
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,10 @@ def test_only_plain_digits_are_numbers():
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_transfers_and_copies_occupy_the_copy_lane_collectives_their_own_and_all_else_computes(kind):
+def test_transfers_and_copies_occupy_the_copy_lane_collectives_and_redundancy_their_own_and_all_else_computes(kind):
     copies = {*TRANSFERS, Kind.OFFLOAD, Kind.FREE, Kind.FETCH, Kind.RESHARD}
     others = dict.fromkeys(copies, Lane.COPY) | dict.fromkeys((Kind.REDUCE, Kind.UNSHARD), Lane.COLLECTIVE)
+    others |= dict.fromkeys((Kind.MIRROR, Kind.KEEP, Kind.REPLAY), Lane.REDUNDANCY)
     assert Action(0, kind, 0).lane is others.get(kind, Lane.COMPUTE)
 
 

@@ -19,6 +19,7 @@ from pipesched.program.lowering import (
     add_offloading,
     add_recompute,
     add_reductions,
+    add_redundancy,
     add_updates,
 )
 from pipesched.program.program import Program
@@ -50,6 +51,7 @@ def programs():
     split = schedules.get("zb-h1").program(2, 6)
     trained = add_norms(add_updates(split))
     return [
+        lower(add_redundancy(add_updates(plain))),
         lower(add_gathers(add_reductions(trained, 1))),
         lower(add_recompute(plain, "always")),
         lower(add_offloading(schedules.get("gpipe").program(2, 6), {0})),
@@ -84,6 +86,7 @@ def test_the_names_in_a_row_are_those_of_kinds_costs_and_methods(kind):
     assert not row.spans or callable(getattr(Stage, row.spans))
     assert (row.lane is Lane.COLLECTIVE) == (row.queue is Queue.COLLECTIVES)
     assert row.queue is None or row.lane is not Lane.COMPUTE  # other actions would not wait for its end
+    assert (row.lane is Lane.REDUNDANCY) == (row.queue is Queue.REDUNDANCY)
 
 
 @every_kind
@@ -101,10 +104,11 @@ def test_an_action_before_an_action_that_it_needs_is_refused(kind):
     validate(program)
     own = [action for action in program.columns if action.kind is kind]
     pairs = [(action, need) for action in own for need in program.needs(action) if home(program, need, action)]
-    assert bool(pairs) != (kind in (Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.UNSHARD))
+    without = (Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.UNSHARD, Kind.MIRROR, Kind.REPLAY)
+    assert bool(pairs) != (kind in without)
     for action, need in pairs[:1]:
         orders = [[one for one in order if one != action] for order in program.orders]
-        order = orders[program.placement[action.stage]]
+        order = orders[program.place(action)[0]]
         order.insert(order.index(need), action)
         with pytest.raises(ScheduleError, match=f"{action} needs {need} before it on this rank"):
             validate(program.with_orders(orders))
@@ -112,7 +116,7 @@ def test_an_action_before_an_action_that_it_needs_is_refused(kind):
 
 def home(program, *actions):
     """Whether all these actions are on one rank."""
-    return len({program.placement[action.stage] for action in actions}) == 1
+    return len({program.place(action)[0] for action in actions}) == 1
 
 
 @every_kind
@@ -121,6 +125,8 @@ def test_a_simulated_action_takes_the_time_that_the_costs_have_for_it(kind):
         due = None  # a receive lasts until the message arrives
     elif kind is Kind.REDUCE:
         due = COSTS.reduce_s[0][0]
+    elif kind is Kind.MIRROR:
+        due = COSTS.transfer_s  # a message without links
     elif kind.row.costs:
         due = sum(getattr(COSTS, name)[0] for name in kind.row.costs)
     else:
@@ -128,7 +134,7 @@ def test_a_simulated_action_takes_the_time_that_the_costs_have_for_it(kind):
     spans = [span for span in simulate(program_with(kind), COSTS).spans if span.action.kind is kind]
     assert spans
     assert {span.end_s - span.start_s for span in spans} == {due} or due is None
-    assert {COSTS.seconds(span.action) for span in spans} == {due or 0}
+    assert {COSTS.seconds(span.action) for span in spans} == {0 if kind is Kind.MIRROR else due or 0}
     assert {span.lane for span in spans} == {kind.row.lane}
 
 
@@ -183,7 +189,7 @@ def test_the_colours_and_the_letters_of_kinds_differ():
     shown = [kind.row for kind in Kind if kind.row.lane is not Lane.COPY]
     colours = [row.colour for row in shown if row.colour]
     assert len({*colours}) == len(colours)
-    assert sorted(row.letter for row in shown if row.lane is Lane.COLLECTIVE) == ["", "U"]
+    assert sorted(row.letter for row in shown if row.lane is not Lane.COMPUTE) == ["", "K", "M", "R", "U"]
 
 
 @every_kind

@@ -26,6 +26,7 @@ import killed_runs  # noqa: E402
 OWN = ROOT / "examples" / "own_schedule.py"
 MESH = ROOT / "examples" / "torchrun.py"
 DEMO = ROOT / "examples" / "train_gpt.py"
+ELASTIC = ROOT / "examples" / "torchrun_elastic.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -60,10 +61,11 @@ def losses(launcher, **environment):
         timeout=100,
     )
     assert ran.returncode == 0, ran.stderr
-    return re.findall(r"^step \d: loss [\d.]+$", ran.stdout, re.MULTILINE)
+    return re.findall(r"step \d: loss [\d.]+$", ran.stdout, re.MULTILINE)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_as_many_processes_as_there_are_give_the_same_losses():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -71,6 +73,7 @@ def test_as_many_processes_as_there_are_give_the_same_losses():
     alone = losses([sys.executable], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert len(alone) == 5
     assert losses([*TORCHRUN, "--standalone", "--nproc_per_node=2"]) == alone
+    assert losses([sys.executable, "-m", "pipesched.cli", "run", "--ranks", "2"]) == alone
 
 
 def finish(commands, folder):
@@ -179,6 +182,82 @@ def test_a_hugging_face_run_that_is_stopped_ends_with_the_weights_of_one_that_is
     whole, stopped = (killed_runs.tensors(tmp_path / name) for name in ("whole", "stopped"))
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(value, stopped[name]) for name, value in whole.items())
+
+
+#: Runs the example. In step 7 of the first start, the host of rank 1 is lost: its torchrun and its rank are killed.
+LOSES_A_HOST = f"""
+import os, runpy, signal
+import pipesched
+
+pipesched.Pipeline.step, step, done = (lambda *args, **named: lost_or_step(*args, **named)), pipesched.Pipeline.step, []
+
+
+def lost_or_step(*args, **named):
+    done.append(True)
+    if len(done) == 8 and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args, **named)
+
+
+runpy.run_path({str(ELASTIC)!r}, run_name="__main__")
+"""
+ELASTIC_OPTIONS = ["--steps", "12", "--save-every", "5", "--folder"]
+
+
+def run_torchrun(arguments, folder, output):
+    """Run torchrun in a process that has imported torch."""
+    from torch.distributed import run
+
+    os.environ |= ENVIRONMENT
+    os.chdir(folder)
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    run.main(arguments)
+
+
+def run_alone(folder):
+    """Run the example on one rank without a loss; what it prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    sys.argv = [ELASTIC.name, *ELASTIC_OPTIONS, "alone"]
+    return printed_by(ELASTIC, folder)
+
+
+@pytest.mark.timeout(110)
+def test_torchrun_goes_on_with_fewer_hosts_from_the_last_checkpoint(tmp_path):
+    """Two torchruns stand for hosts. The first hosts the rendezvous, so the second is lost."""
+    (tmp_path / "lost.py").write_text(LOSES_A_HOST)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=2", "--rdzv_backend=c10d", "--rdzv_id=job"]
+    options += ["--local_addr=127.0.0.1", f"--rdzv_endpoint={endpoint}"]
+    timing = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"  # a lost host is noticed after 5 s
+    hosts = []
+    for at in range(2):
+        arguments = [*options, f"--rdzv_conf={timing},is_host={1 - at}", "lost.py", *ELASTIC_OPTIONS, "lost"]
+        hosts.append(FORKED.Process(target=run_torchrun, args=(arguments, tmp_path, f"host-{at}.txt")))
+        hosts[-1].start()
+    try:
+        with FORKED.Pool(1) as pool:
+            alone = pool.apply(run_alone, (tmp_path,)).splitlines()
+        for host in hosts:
+            host.join(100)
+    finally:
+        for host in hosts:
+            host.kill()
+    said = (tmp_path / "host-0.txt").read_text()
+    assert [host.exitcode for host in hosts] == [0, -signal.SIGKILL], said
+    starts = re.findall(r"^\d ranks, from step \d$|^step \d+: loss [\d.]+$", said, re.MULTILINE)
+    assert starts == ["2 ranks, from step 0", *alone[1:8], "1 ranks, from step 5", *alone[6:]]
+    assert alone[0] == "1 ranks, from step 0"
+    tensors, expected = (killed_runs.tensors(tmp_path / name) for name in ("lost", "alone"))
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 def test_the_slurm_script_is_a_script():

@@ -89,9 +89,7 @@ def _run_on_host(pipe: Any, name: str, environment: dict[str, str], module: str)
 
     Send the printed text in a tuple or, if main raises an error, the traceback as a string.
     """
-    with open(f"/run/netns/{name}") as host:
-        if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), _NETWORK):
-            raise OSError(ctypes.get_errno(), f"{name} cannot be entered")
+    enter(name)
     os.environ.update(environment)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -99,6 +97,13 @@ def _run_on_host(pipe: Any, name: str, environment: dict[str, str], module: str)
         pipe.send((printed.getvalue(),))
     except BaseException:
         pipe.send(traceback.format_exc())
+
+
+def enter(name: str) -> None:
+    """Move this process to a host."""
+    with open(f"/run/netns/{name}") as host:
+        if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), _NETWORK):
+            raise OSError(ctypes.get_errno(), f"{name} cannot be entered")
 
 
 def run(*command: str) -> None:

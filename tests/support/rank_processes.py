@@ -25,6 +25,7 @@ PRELOADED = [
     "tests.support.quick_measurements",
     "tests.support.quick_searches",
     "tests.support.jobs.peer",
+    "tests.support.run_losses",
 ]
 FORKED.set_forkserver_preload(PRELOADED)
 

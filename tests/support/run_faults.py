@@ -7,24 +7,19 @@ This process imports torch once, and forks a process for each case, which forks 
 """
 
 import argparse
-import atexit
 import json
 import multiprocessing
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import slow_imports  # noqa: F401
+from tests.support.fault_processes import forked, kill, own_folder, store_beside
 from tests.support.jobs.faults import Case, as_script, run_rank
 
 ROOT = Path(__file__).parents[2]
@@ -60,15 +55,15 @@ def outcomes(cases: Sequence[Case], timeout_s: float, side_by_side: int = 1, pat
 
 def outcome(case: Case, timeout_s: float) -> Outcome:
     """Run one case, and return its outcome."""
-    with _folder() as folder, _store(case, folder) as port:
+    with own_folder() as folder, store_beside(case.store, folder) as port:
         said = [folder / str(rank) for rank in range(case.num_ranks)]
         jobs = [_rank(case, rank, port, timeout_s, own) for rank, own in enumerate(said)]
-        started = [_forked(job, own) for job, own in zip(jobs, said, strict=True)]
+        started = [forked(job, own) for job, own in zip(jobs, said, strict=True)]
         try:
             ended = _watched(case, started, said[case.rank], timeout_s)
         finally:
             for process in started:
-                _kill(process)
+                kill(process)
         return _judged(case, said, ended, timeout_s)
 
 
@@ -112,57 +107,6 @@ def _rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> Cal
     return lambda: as_script(lambda: run_rank(case, rank, port, timeout_s, said), said)
 
 
-def _forked(job: Callable[[], int], said: Path) -> int:
-    process = os.fork()
-    if process:
-        return process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(said.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
-    code = 99
-    try:
-        code = job()
-        atexit._run_exitfuncs()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a temporary folder. Not tempfile.TemporaryDirectory, because forked processes would remove it at exit."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-@contextmanager
-def _store(case: Case, folder: Path) -> Iterator[int]:
-    """Start a TCPStore in a separate process, and yield its port; yield 0 if rank 0 starts the store."""
-    if case.store == "rank 0":
-        yield 0
-        return
-    process = _forked(lambda: _serve(folder / "port"), folder / "store")
-    try:
-        while not (folder / "port").exists():
-            time.sleep(0.01)
-        yield int((folder / "port").read_text())
-    finally:
-        _kill(process)
-
-
-def _serve(file: Path) -> int:
-    from torch import distributed
-
-    store = distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    file.with_suffix(".new").write_text(str(store.port))
-    file.with_suffix(".new").rename(file)
-    time.sleep(1000)
-    return 0
-
-
 def _watched(case: Case, started: Sequence[int], said: Path, timeout_s: float) -> dict[int, float]:
     """Wait until all survivors have ended or are too late, and return the time at which each ended."""
     ended: dict[int, float] = {}
@@ -176,14 +120,6 @@ def _watched(case: Case, started: Sequence[int], said: Path, timeout_s: float) -
                 ended[rank] = time.time()
         time.sleep(0.02)
     return ended
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    except (ChildProcessError, ProcessLookupError):
-        return
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import Comparison, measured_costs, quote_off
+from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
-from pipesched.units import counted, quote_speed, quote_time
+from pipesched.units import counted, quote_bytes, quote_speed, quote_time
 
 __all__ = ["findings", "step_times"]
 
@@ -40,6 +41,7 @@ def findings(
         *_causes(plan, measured, comparison),
         *_bubble(comparison),
         *_communication(predicted),
+        *_redundancy(plan, predicted),
         *notes,
         *plan.notes,
         *(measured.notes if measured is not None else ()),
@@ -107,6 +109,21 @@ def _communication(predicted: Trace | None) -> Iterator[str]:
         f"bubbles, "
         f"{under_compute} overlaps with compute, and "
         f"{exposed} {'makes ranks wait' if gathers else 'comes after the last backward'}"
+    )
+
+
+def _redundancy(plan: Plan, predicted: Trace | None) -> Iterator[str]:
+    """Yield a sentence that says what the copies of stages cost, if the plan keeps any."""
+    if predicted is None or plan.costs is None or not predicted.redundancy_by_rank:
+        return
+    without = simulate(replace(plan.completion, redundancy=False).complete(plan.program), plan.costs)
+    ends = [span.end_s for row in predicted.redundancy_by_rank for span in row]
+    ready = (max(ends) - predicted.start_s) / predicted.makespan_s if predicted.makespan_s else 0
+    longer = predicted.makespan_s / without.makespan_s - 1 if without.makespan_s else 0
+    size = quote_bytes(max(own.host_copies for own in plan.memory()))
+    yield (
+        f"predicted copies of stages, for when a rank is lost: they are up to date {ready:.1%} into the step, make it "
+        f"{max(0, longer):.1%} longer, and take at most {size} of a rank's host"
     )
 
 

@@ -131,7 +131,7 @@ class Report:
     def figure(self) -> "Figure":
         """Return the report as one matplotlib figure, without the tables."""
         candidates = [_bar(other) for other in self.plan.alternatives]
-        return plot_report(self.title, self.lines, candidates, self.traces, self.comparison)
+        return plot_report(self.title, [*self.lines, *self.next_steps], candidates, self.traces, self.comparison)
 
     def html(self) -> str:
         """Return the report as one self-contained HTML page."""

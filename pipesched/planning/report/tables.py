@@ -26,6 +26,7 @@ _STAGES = "Times {sizes}per micro-batch. {kinds}"
 _SIZES = " kept: activations held for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
 _MEMORY = "Peak memory of each rank."
+_HOST_COPIES = " host copies: what the rank keeps in the host's memory for when a rank is lost; not part of the total."
 _AXES = (
     "sent, time: largest value of any rank, per step. exposed: the time by which communication lengthens the step. "
     "hidden: the rest of the communication time."
@@ -173,7 +174,8 @@ def _memory(plan: Plan) -> Table | None:
         if limit is not None:
             row["margin"] = margin_cell(limit - need.total_bytes)
         rows.append(row)
-    return Table.of("Memory, predicted", rows, (), _MEMORY, ("total",))
+    note = _MEMORY + _HOST_COPIES if "host_copies" in parts else _MEMORY
+    return Table.of("Memory, predicted", rows, (), note, ("total",))
 
 
 def _in_words(kinds: Iterable[Kind]) -> str:

@@ -40,6 +40,7 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 __all__ = ["Alarm"]
 
 _PATIENCE_S = 2.0  # time to wait for replies, or for another rank to find the rank to blame
+_SEND_S = 0.1  # time to send a notice that is read later
 _GRACE_S = 0.5  # time in which a message can still arrive after a rank's process has exited
 _LOOK_S = 0.2  # after a fault, the time between two checks for a stuck rank
 _WORD_BYTES = 32
@@ -76,8 +77,10 @@ class _ListenerState:
         self.fault: Fault | None = None
         self.state: State | None = None
         self.hang_ups: list[Callable[[], None]] = []
-        #: Answers questions of other ranks, from the time at which this rank looks for survivors.
+        #: Answers questions of other processes.
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        #: Whether the rank looks for survivors, so that a collective may take its time.
+        self.recovers = False
         self._activity = activity
         self._name = name
         self._lock = threading.Lock()
@@ -128,7 +131,7 @@ class _ListenerState:
                         self._serve(selector, key.fileobj)
                 if self._gone:
                     self._check_gone(self._gone)
-                if self.bell.rung and self.fault is not None and self.answer is None:
+                if self.bell.rung and self.fault is not None and not self.recovers:
                     self._stuck = self._stuck or Stuck(self._activity)
                     self._stuck.look(self._name, str(self.fault))
 
@@ -207,6 +210,8 @@ class _ListenerState:
     def _reply(self, said: Any) -> Any:
         """Return the reply to a message: this rank's state to a fault; a dict to a question."""
         if isinstance(said, dict):
+            if not self.recovers and self.state is not None and self.state.doing == "raised":
+                return {"ends": True}
             return {} if self.answer is None else self.answer(said)
         self.hear(Fault(*said))
         return self.state
@@ -290,20 +295,26 @@ class Alarm:
 
     @property
     def blamed(self) -> list[int]:
-        """The ranks of this pipeline that the fault blames, in ascending order; none while it is only a guess."""
-        fault = self.fault
-        if fault is None or not fault.settled:
-            return []
-        who = f", {fault.who}, "  # a name may contain a comma, and may be older than the last ``rename``
-        return [
+        """The ranks of this pipeline that the fault blames, in ascending order."""
+        who = "" if self.fault is None else f", {self.fault.who}, "
+        return [  # a name may contain a comma, and may be older than the last ``rename``
             rank
             for rank, address in enumerate(self._addresses)
             if any(f", {name}, " in who for name in (address.name, self._names[rank]))
         ]
 
-    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer questions of other ranks with this function, and no longer look for stuck collectives."""
+    @property
+    def settled(self) -> threading.Event:
+        """Is set once it is certain which rank has failed."""
+        return self._listener.settled
+
+    def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, recovers: bool = False) -> None:
+        """Answer questions of other processes with this function.
+
+        ``recovers`` states whether this rank looks for survivors. It then no longer looks for stuck collectives.
+        """
         self._listener.answer = answer
+        self._listener.recovers = recovers
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
         """Register a function that makes this rank stop waiting. After a failure, any thread may call the function."""
@@ -451,7 +462,7 @@ class Alarm:
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)
         silent = [one for one in self._others() if answers.get(one.name) == SILENT]
-        told(fault, silent, 0.0)  # a frozen rank reads it when it wakes
+        told(fault, silent, _SEND_S)  # a frozen rank reads it when it wakes
 
     def _host_of_lost_store(self) -> tuple[list[str], str] | None:
         """If the job's store is lost, return the name of the process that hosts it, and the reason; otherwise None."""

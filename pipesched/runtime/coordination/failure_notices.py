@@ -1,5 +1,6 @@
 """Failure notices: report a fault to many ranks at the same time, and collect their replies."""
 
+import errno
 import json
 import selectors
 import socket
@@ -13,6 +14,8 @@ from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, State
 __all__ = ["LONGEST", "Address", "Fault", "asked_of", "told"]
 
 LONGEST = 1 << 16  # the maximum size of a message, in bytes
+#: Errors of a connection that do not show that the process at its other end has ended.
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
 
 
 class Fault(NamedTuple):
@@ -63,10 +66,9 @@ def told(
     return answers
 
 
-def asked_of(address: Address, question: dict[str, Any], patience_s: float) -> Any:
-    """Ask a rank's alarm a question; return the reply, or ENDED or SILENT."""
-    ((_, reply),) = _calls(question, [address], patience_s)
-    return reply
+def asked_of(addresses: Sequence[Address], question: dict[str, Any], patience_s: float) -> list[Any]:
+    """Ask the alarms of ranks a question; return the reply of each, or ENDED or SILENT."""
+    return [reply for _, reply in _calls(question, addresses, patience_s)]
 
 
 def _calls(
@@ -103,8 +105,8 @@ class _NoticeCall:
 
     def begin(self, selector: selectors.BaseSelector) -> None:
         """Start connecting."""
-        self._socket.connect_ex((self.address.host, self.address.port))
-        selector.register(self._socket, selectors.EVENT_WRITE, self)
+        if self._socket.connect_ex((self.address.host, self.address.port)) not in _UNREACHABLE:
+            selector.register(self._socket, selectors.EVENT_WRITE, self)
 
     def go_on(self, selector: selectors.BaseSelector) -> None:
         """Send more of the message, or read more of the reply. Called when the socket is ready."""
@@ -117,7 +119,10 @@ class _NoticeCall:
             part = self._socket.recv(LONGEST)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if error.errno in _UNREACHABLE:  # the rank may live
+                selector.unregister(self._socket)
+                return
             part = b""
         self._read += part
         if not part:

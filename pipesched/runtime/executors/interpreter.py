@@ -27,7 +27,7 @@ class StageLike(Protocol):
 
     The row of a kind names the method that runs its actions (`Row.handler`). A handler that is not listed here is a
     method that gets only the number of the action, and returns nothing. `Row.spans` names methods that wait for the
-    stage's collectives of a kind, and return the start and the end of each, keyed by the number of the action.
+    stage's started actions of a kind, and return the start and the end of each, keyed by the number of the action.
 
     ``arrived`` contains a value from each producing stage, and ``grads`` a gradient from each consuming stage.
     ``split`` states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes
@@ -201,7 +201,7 @@ class BoundRank:
     Args:
         index: the number of the rank.
         program: the lowered program.
-        stages: the stages, keyed by number; only the stages of this rank are used.
+        stages: the stages, keyed by number; only the stages of this rank, and those whose copies it updates, are used.
         transport: sends values to other ranks and receives them.
         pair: maps each micro-batch of a stream to the program's micro-batch that has the same actions. Default: returns
             the micro-batch unchanged.
@@ -228,7 +228,7 @@ class BoundRank:
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         stages_of = {kind: {action.stage for action in whole if action.kind is kind} for kind in _COLLECTIVES}
-        #: For each kind of collective that this rank runs, the stages that run it.
+        #: For each kind with `Row.spans` that this rank runs, the stages that run it.
         self._collectives = {kind: stages for kind, stages in stages_of.items() if stages}
         #: For each stage, the number of its last gather.
         self._last_gathers = {action.stage: action.microbatch for action in whole if action.kind is Kind.UNSHARD}
@@ -303,7 +303,7 @@ class BoundRank:
         return _BoundAction(action, partial(self.stages[stage].reshard, number, last=last))
 
     def finish(self, stamps: Stamps) -> None:
-        """Wait for the collectives of an order, and record in ``stamps`` when they ran."""
+        """Wait for the collectives and the redundancy of an order, and record in ``stamps`` when they ran."""
         if not self._collectives:
             return
         spans = {
@@ -327,7 +327,11 @@ class BoundRank:
         norms = self._norms
         if norms is None:
             return _BoundAction(action, update, wait=self._wait(action))
-        return _BoundAction(action, lambda: update(norms.all), wait=norms.wait)
+        wait = norms.wait  # a NORM has waited for the stage's collectives, but not for its KEEP
+        if action.stage in self._collectives.get(Kind.KEEP, ()):
+            kept = getattr(self.stages[action.stage], Kind.KEEP.row.spans)
+            return _BoundAction(action, lambda: update(norms.all), wait=lambda: (kept(), wait()))
+        return _BoundAction(action, lambda: update(norms.all), wait=wait)
 
     def _send(self, action: Action) -> _BoundAction:
         edge = self._edge(action.stage, _peer(action), action.kind in BACKWARD_MESSAGES, action.microbatch)

@@ -285,6 +285,27 @@ class Stage:
         """
         self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
+    def mirror(self, number: int) -> None:
+        """MIRROR: start to send the gradients of the previous update to the rank with the stage's copy."""
+
+    def mirrored(self) -> Mapping[int, tuple[Any, Any]]:
+        """Return the start and the end of each MIRROR of this step."""
+        return {}
+
+    def keep(self, number: int) -> None:
+        """KEEP: start to set the weights and the optimizer's state aside."""
+
+    def kept(self) -> Mapping[int, tuple[Any, Any]]:
+        """Wait for the KEEPs of this step. Return the start and the end of each."""
+        return {}
+
+    def replay(self, number: int) -> None:
+        """REPLAY: start to repeat the previous update on the stage's copy. Called on the rank that holds the copy."""
+
+    def replayed(self) -> Mapping[int, tuple[Any, Any]]:
+        """Return the start and the end of each REPLAY of this step."""
+        return {}
+
     def _loss_inputs(self, microbatch: int) -> tuple[Any, LossFactor] | None:
         """Return the target and the factor of the loss; None if no loss is computed.
 

@@ -1,8 +1,10 @@
 """Connections: connects one rank to the other ranks, over the transport that its executor was given."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -83,12 +85,21 @@ class MessageTransport(Protocol):
 
 
 class HostTransport:
-    """Sends all messages from host to host: short ones through sockets, and long ones through gloo."""
+    """Sends all messages from host to host: short ones through sockets, and long ones through gloo.
+
+    Args:
+        given_up: an event that ends the wait for other ranks early. Default: None (they may take until the timeout).
+
+    """
+
+    def __init__(self, given_up: threading.Event | None = None) -> None:
+        self._given_up = given_up
 
     def connect(self, store: Any, rank: int, num_ranks: int, timeout_s: float) -> Connections:
         limit = timedelta(seconds=timeout_s)
         try:
-            port = asked(lambda: distributed.ProcessGroupGloo(store, rank, num_ranks, limit), timeout_s + 1)
+            make = partial(distributed.ProcessGroupGloo, store, rank, num_ranks, limit)
+            port = asked(make, timeout_s + 1, self._given_up)
         except RuntimeError as error:
             raise ConnectionLostError(f"ranks were not connected within {timeout_s:g} s ({error})") from None
         return Connections(rank, num_ranks, port=port, sockets=SocketPort(store, rank, own_host(store), timeout_s))

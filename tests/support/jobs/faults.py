@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +68,25 @@ class Case(NamedTuple):
 
 
 class Fuse:
-    """Makes this rank fail once, in the phase of the case. Does nothing on other ranks."""
+    """Makes this rank fail once.
 
-    def __init__(self, case: Case, here: bool, said: Path) -> None:
-        self.phase, self._fault = case.phase if here else "", case.fault
+    Args:
+        fault: one of FAULTS, or a key of ``others``.
+        phase: the part of the script in which the fault occurs; "" if this rank does not fail.
+        said: the file to which the time of the fault is written.
+        others: functions that cause further faults. Default: none.
+
+    """
+
+    def __init__(
+        self, fault: str, phase: str, said: Path, others: Mapping[str, Callable[[], None]] | None = None
+    ) -> None:
+        self.phase, self._fault = phase, fault
         self._said = said
+        self._others = others or {}
+
+    def __deepcopy__(self, memo: Any) -> "Fuse":
+        return self
 
     def at(self, phase: str) -> None:
         """Fail if ``phase`` is the phase of the case."""
@@ -82,9 +96,13 @@ class Fuse:
         self._said.write_text(json.dumps({"fault_s": time.time()}))
         if self._fault == "raise":
             raise ValueError("a fault")
+        if self._fault in self._others:
+            self._others[self._fault]()
+            return
         if self._fault in ("SIGKILL", "SIGSTOP"):
             os.kill(os.getpid(), getattr(signal, self._fault))
-        elif self._fault == "sys.exit(3)":
+            return
+        if self._fault == "sys.exit(3)":
             sys.exit(3)
         elif self._fault == "os._exit(0)":
             os._exit(0)
@@ -109,7 +127,9 @@ def can_happen(case: "Case") -> bool:
     return case.replicas == 1 or case.phase != "tune"
 
 
-class _Backward(torch.autograd.Function):
+class CallInBackward(torch.autograd.Function):
+    """A copy of a tensor whose backward first calls a function."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
         ctx.call = call
@@ -133,7 +153,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.pause_s)
         self.fuse.at(self.names[0])
-        return _Backward.apply(self.linear(x), lambda: self.fuse.at(self.names[1]))  # type: ignore[no-untyped-call,no-any-return]
+        return CallInBackward.apply(self.linear(x), lambda: self.fuse.at(self.names[1]))  # type: ignore[no-untyped-call,no-any-return]
 
     def get_extra_state(self) -> Any:
         self.fuse.at("get_extra_state")
@@ -151,10 +171,10 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60)) if port else None
     if store is None:
-        store = _store_in_rank_0(rank, said)
+        store = store_in_rank_0(rank, said)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=case.num_ranks)
     mesh = init_device_mesh("cpu", (case.replicas, case.num_ranks // case.replicas), mesh_dim_names=("dp", "pp"))
-    fuse = Fuse(case, rank == case.rank, said)
+    fuse = Fuse(case.fault, case.phase if rank == case.rank else "", said)
     num_stages = case.num_ranks // case.replicas
     torch.manual_seed(0)
     layers = [Layer(fuse) for _ in range(2 * num_stages)]
@@ -234,16 +254,17 @@ def save_and_load(pipe: Pipeline, case: Case, fuse: Fuse, folder: str, step: Cal
     pipe.load(folder)
 
 
-def _store_in_rank_0(rank: int, said: Path) -> Any:
+def store_in_rank_0(rank: int, said: Path, host: str = "127.0.0.1") -> Any:
+    """Return a store that rank 0 hosts. Its port is told in a file beside ``said``."""
     file = said.with_name("port")
     if rank == 0:
-        store = distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        store = distributed.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         file.with_suffix(".new").write_text(str(store.port))
         file.with_suffix(".new").rename(file)
         return store
     while not file.exists():
         time.sleep(0.01)
-    return distributed.TCPStore("127.0.0.1", int(file.read_text()), None, False, timedelta(seconds=60))
+    return distributed.TCPStore(host, int(file.read_text()), None, False, timedelta(seconds=60))
 
 
 def as_script(job: Callable[[], None], said: Path) -> int:
