@@ -13,7 +13,7 @@ that changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,6 +63,13 @@ class KeptStates:
     #: The layers of this rank's and of the neighbour's stages.
     own_layers: Sequence[str] = ()
     neighbour_layers: Sequence[str] = ()
+    #: The states of the stages before, until all ranks hold these.
+    before: "KeptStates | None" = None
+
+    @property
+    def every(self) -> "list[KeptStates]":
+        """These states, and those before."""
+        return [self, *([] if self.before is None else self.before.every)]
 
     @property
     def neighbour_versions(self) -> list[int]:
@@ -144,8 +151,10 @@ class Redundancy:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._run: LiveRun
         self._known: Any = None
-        #: The settings of this rank's parameter groups in the last steps, keyed by step.
+        #: The settings of this rank's parameter groups before the updates of the last steps, keyed by step.
         self._settings: dict[int, Settings] = {}
+        #: Those after the updates, which differ if an optimizer counts in its groups.
+        self._settings_after: dict[int, Settings] = {}
         self._step = _Step()
         #: The version of this rank's own tensors; None while they are updated.
         self._live: int | None = None
@@ -186,8 +195,8 @@ class Redundancy:
         self._layers = layers[position]
         self._step = _Step()
         self._known = self._fingerprint()
-        state = rank_state(run, self._optimizers, run.buffers)
-        self._settings = dict.fromkeys((step - 1, step), settings_of_groups(state))
+        state = rank_state(run, self._optimizers, self._buffers_now())
+        self._settings, self._settings_after = {step: settings_of_groups(state)}, {step - 1: settings_of_groups(state)}
         neighbour = () if self._owner is None else layers[position - 1]
         self._job = self._start(partial(self._copy_anew, state, neighbour, step))
 
@@ -219,10 +228,11 @@ class Redundancy:
         state = None
         if fingerprint != self._known:
             self._known = fingerprint
-            state = rank_state(self._run, self._optimizers, self._run.buffers)
+            state = rank_state(self._run, self._optimizers, self._buffers_now())
         settings = _settings(self._optimizers)
-        change = None if settings == self._settings.get(step - 1) else settings
-        self._settings = {known: own for known, own in self._settings.items() if known >= step - 2} | {step: settings}
+        sent = self._settings.get(step, self._settings_after.get(step - 1))  # the step may begin a second time
+        change = None if settings == sent else settings
+        self._settings = _later(self._settings, step - 2) | {step: settings}
         self._job = self._start(partial(self._send_changes, state, change, step))
 
     def wait(self) -> None:
@@ -255,8 +265,9 @@ class Redundancy:
         if self._live is not None:  # a rank without stages updates nothing
             self._version = self._live
         self._live = version = self._version + 1
-        buffers = {name: buffer.detach().clone() for name, buffer in self._run.buffers.items()}
+        buffers = self._buffers_now()
         state = rank_state(self._run, self._optimizers, buffers)
+        self._settings_after = _later(self._settings_after, version - 4) | {version - 1: settings_of_groups(state)}
         update = RankUpdate(self._step.gradients, self._step.updated, buffers)
         change = update if self._step.is_intact else state
         self._known = self._fingerprint()
@@ -264,6 +275,10 @@ class Redundancy:
         self._commits = {known: job for known, job in self._commits.items() if known >= version - 1}
         self._commits[version] = self._job
         self._step = _Step()
+
+    def _buffers_now(self) -> dict[str, Tensor]:
+        """Return copies of the buffers, because the forwards of the next step change them while the lane works."""
+        return {name: buffer.detach().clone() for name, buffer in self._run.buffers.items()}
 
     def newcomers_before(self, step: int) -> int:
         """Return the number of newcomers that all ranks know before a step. Waits for the commit before the last."""
@@ -283,22 +298,33 @@ class Redundancy:
 
         ``live`` states whether this rank's own tensors are whole.
         """
-        kept = self.kept
-        own = [] if kept.own.version is None else [kept.own.version]
-        now = [self._live] if live and self._live is not None and not self.is_frozen else []
-        held = [(kept.own_layers, own), (kept.neighbour_layers, kept.neighbour_versions), (self._layers, now)]
+        held: list[tuple[Sequence[str], list[int]]] = []
+        for kept in self.kept.every:
+            own = [] if kept.own.version is None else [kept.own.version]
+            held += [(kept.own_layers, own), (kept.neighbour_layers, kept.neighbour_versions)]
+        if live and self._live is not None and not self.is_frozen:
+            held.append((self._layers, [self._live]))
         return [(list(layers), versions) for layers, versions in held if layers and versions]
 
     def parts(self, version: int, run: LiveRun) -> list[CheckpointPart]:
         """Return what this rank holds of the state at a version."""
-        kept = self.kept
-        if kept.own.version != version and self._live == version:
-            kept.own.load(rank_state(self._run, self._optimizers, self._run.buffers), version)
-            kept.own.settings = self._settings.get(version - 1, kept.own.settings)
-            kept.own_layers = self._layers
-        if kept.neighbour.version != version and version in kept.neighbour_versions:
-            kept.take_arrived()
-        return [part for one in (kept.own, kept.neighbour) if one.version == version for part in one.parts(run)]
+        if self._live == version and not self.is_frozen:
+            self._keep_live(version)
+        held: list[StateCopy] = []
+        for kept in self.kept.every:
+            if kept.neighbour.version != version and version in kept.neighbour_versions:
+                kept.take_arrived()
+            held += [kept.own, kept.neighbour]
+        return [part for one in held if one.version == version for part in one.parts(run)]
+
+    def _keep_live(self, version: int) -> None:
+        """Keep the state of this rank's own tensors, unless it is kept already."""
+        if self.kept.own_layers != self._layers:
+            self.kept = replace(self._empty(), own_layers=self._layers, before=self.kept)
+        own = self.kept.own
+        if own.version != version:
+            own.load(rank_state(self._run, self._optimizers, self._run.buffers), version)
+            own.settings = self._settings_after.get(version - 1, own.settings)
 
     def settings_changes(self, version: int) -> list[SettingsChange]:
         """Return how the user has changed the settings of parameter groups from one step to the next.
@@ -306,7 +332,8 @@ class Redundancy:
         Includes the changes after the step that led to this version, and those after the next step.
         """
         neighbour = self.kept.neighbour
-        pairs = [(step, self._settings.get(step - 1), self._settings.get(step)) for step in (version, version + 1)]
+        after, before_updates = self._settings_after, self._settings
+        pairs = [(step, after.get(step - 1), before_updates.get(step)) for step in (version, version + 1)]
         if neighbour.version == version:
             pairs.append((version, neighbour.settings, neighbour.next_settings))
         return [
@@ -347,15 +374,15 @@ class Redundancy:
         return self._exchange.trade(_COPIES, {self._holder: value}, [self._owner])[self._owner]
 
     def _copy_anew(self, state: RankState, neighbour_layers: Sequence[str], version: int) -> None:
-        kept = self._empty()
-        kept.own_layers, kept.neighbour_layers = self._layers, neighbour_layers
+        kept = replace(self._empty(), own_layers=self._layers, neighbour_layers=neighbour_layers, before=self.kept)
+        self.kept = kept  # if the exchange ends early, a rank may hold the new copies, or only the ones before
         kept.own.load(state, version)
         arrived = self._sent(state)
         if arrived is not None:
             kept.neighbour.load(arrived, version)
         assert self._exchange is not None
         self._exchange.all_values(b"")
-        self.kept = kept
+        kept.before = None
 
     def _send_changes(self, state: RankState | None, settings: Settings | None, step: int) -> None:
         arrived = self._sent((state, settings))
@@ -381,10 +408,19 @@ def _change(copy: StateCopy, state: RankState | None, settings: Settings | None,
     if state is not None:
         before = copy.settings
         copy.load(state, step)
-        if settings is not None and before:
+        if settings is not None and _num_groups(before) == _num_groups(settings):
             copy.settings, copy.next_settings = before, settings
     elif settings is not None:
         copy.next_settings = settings
+
+
+def _num_groups(settings: Settings) -> dict[int, int]:
+    return {index: len(groups) for index, groups in settings.items()}
+
+
+def _later(known: Mapping[int, Settings], step: int) -> dict[int, Settings]:
+    """Return the settings of this step and of later ones."""
+    return {number: own for number, own in known.items() if number >= step}
 
 
 def _nothing() -> None:

@@ -131,7 +131,7 @@ class StateCopy:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self._optimizers: dict[int, Optimizer] = {}
-        #: The settings of parameter groups in the step that led to this version, keyed by stage.
+        #: The settings of parameter groups after the step that led to this version, keyed by stage.
         self.settings: Settings = {}
         #: The settings in the step after this version; None if they are not known yet.
         self.next_settings: Settings | None = None
@@ -192,6 +192,9 @@ class StateCopy:
             parameter.grad = update.gradients.get(name)
         for index in update.updated:
             self._optimizers[index].step()
+        self.settings = {  # some optimizers count in their groups
+            index: [settings_of(group) for group in self._optimizers[index].param_groups] for index in self.settings
+        }
         for parameter in self.parameters.values():
             parameter.grad = None
         with torch.no_grad():

@@ -76,7 +76,8 @@ def held_state(run: LiveRun, optimizer: Any, scheduler: Any, extra: Mapping[str,
 def held_in_parts(run: LiveRun, own: Sequence[CheckpointPart]) -> HeldState:
     """Describe the state that all processes hold. Collective.
 
-    Several processes may hold the same part, such as the replicas of a stage. Its values count once.
+    Several processes may hold the same part, such as the replicas of a stage, or parts that overlap. Each value counts
+    once.
 
     Args:
         run: the run.
@@ -95,11 +96,18 @@ def held_in_parts(run: LiveRun, own: Sequence[CheckpointPart]) -> HeldState:
             new = {key: entry for key, entry in entries.items() if (key, _rows(entry)) not in first}
             first.update((key, _rows(entry)) for key, entry in new.items())
             parts.append({key: entry.in_file(str(process)) for key, entry in new.items()})
-            values.append(part["values"] if new or not (entries or replica) else {})
+            values.append(_without(values, part["values"]) if new or not (entries or replica) else {})
     entries = merged_entries(parts, _WHERE)
     order = sorted(entries, key=lambda key: _ORDER.index(entries[key].kind))
     saved = SavedRun(where=_WHERE, facts=run.facts, entries=entries, values=merged(values, _WHERE), read=_unread)
     return HeldState(saved=saved, held={key: held[key] for key in order}, own=_joined(own))
+
+
+def _without(known: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a part without those of parameters that earlier parts have."""
+    earlier = {name for own in known for name in own.get("parameters", ())}
+    left = {name: own for name, own in values.get("parameters", {}).items() if name not in earlier}
+    return {**values, "parameters": left} if "parameters" in values else dict(values)
 
 
 def _joined(parts: Sequence[CheckpointPart]) -> CheckpointPart:

@@ -187,19 +187,13 @@ class Survivors:
     def _alive(self) -> list[int]:
         return [rank for rank in range(len(self._alarm.addresses)) if rank not in self._lost]
 
-    @property
-    def _blamed(self) -> list[str]:
-        """The names of the ranks that are blamed for the fault."""
-        fault = self._alarm.fault
-        return [] if fault is None else fault.who.split(", ")
-
     def _apart(self) -> list[int]:
         """Find out which ranks have ended. Return those that live, but that this rank cannot reach."""
         question = {"attempt": self._attempt}
         others = [rank for rank in self._alive() if rank != self._alarm.rank]
         apart = []
         for blamed in (True, False):
-            ranks = [rank for rank in others if (self._alarm.addresses[rank].name in self._blamed) == blamed]
+            ranks = [rank for rank in others if (rank in self._alarm.blamed) == blamed]
             addresses = [self._alarm.addresses[rank] for rank in ranks]
             answers = asked_of(addresses, question, _GLANCE_S if blamed else _PATIENCE_S)
             for rank, answer in zip(ranks, answers, strict=True):
@@ -215,17 +209,19 @@ class Survivors:
         if not _has_ended(answer):
             self._silent.add(rank)
 
-    def _is_late(self, rank: int, answer: Any) -> bool:
+    def _is_late(self, rank: int, answer: Any, patience_s: float) -> bool:
         """Whether a rank that has answered should have come to agree by now."""
-        deaf = self._alarm.addresses[rank].name in self._blamed and "decision" not in answer
-        return time.monotonic() - self._begun_s > (_GLANCE_S if deaf else self._timeout_s)
+        deaf = rank in self._alarm.blamed and "decision" not in answer
+        return time.monotonic() - self._begun_s > (_GLANCE_S if deaf else patience_s)
 
     def _asked(self, leader: int, report: Report) -> Decision | None:
         """Ask the leader once; return its decision, or None if there is none yet or if the leader is lost."""
         question = {"attempt": self._attempt, "rank": self._alarm.rank, "report": report}
         (answer,) = asked_of([self._alarm.addresses[leader]], question, _PATIENCE_S)
-        if answer == SILENT or _has_ended(answer) or self._is_late(leader, answer):
+        patience_s = 2 * self._timeout_s  # longer than a leader waits for reports
+        if answer == SILENT or _has_ended(answer) or self._is_late(leader, answer, patience_s):
             self._lose(leader, answer)
+            self._begun_s = time.monotonic()  # the next leader has as much time
             return None
         found = answer.get("decision")
         if found is None:
@@ -241,7 +237,7 @@ class Survivors:
                 [self._alarm.addresses[rank] for rank in missing], {"attempt": self._attempt}, _PATIENCE_S
             )
             for rank, answer in zip(missing, answers, strict=True):
-                if answer == SILENT or _has_ended(answer) or self._is_late(rank, answer):
+                if answer == SILENT or _has_ended(answer) or self._is_late(rank, answer, self._timeout_s):
                     self._lose(rank, answer)
                 elif answer.get("decision") is not None:
                     return Decision(**answer["decision"])
@@ -251,7 +247,7 @@ class Survivors:
         version = common_version({rank: reports[rank] for rank in members}, self._layers)
         host = own_host(self._old_store)
         self.store = store_at(host, 0, timedelta(seconds=self._timeout_s), is_host=True)
-        alone = len(reports) == 1 and self._alarm.name in self._blamed
+        alone = len(reports) == 1 and self._alarm.rank in self._alarm.blamed
         refusal = "" if may_go_on(members, self._silent) and not alone else self._cut_off(members)
         return Decision(members=members, version=version, host=host, port=self.store.port, refusal=refusal)
 

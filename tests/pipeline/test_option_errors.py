@@ -70,6 +70,9 @@ NUMERICS = {
 DISTRIBUTED = {
     "inputs": but(),
     "timeout": but("None"),
+    "redundancy": but("None"),
+    "on_failure": but(),
+    "on_recovery": but("None"),  # without redundancy=
 }
 
 

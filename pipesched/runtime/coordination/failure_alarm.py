@@ -294,11 +294,25 @@ class Alarm:
         return self._listener.fault
 
     @property
+    def blamed(self) -> list[int]:
+        """The ranks of this pipeline that the fault blames, in ascending order."""
+        who = "" if self.fault is None else f", {self.fault.who}, "
+        return [  # a name may contain a comma, and may be older than the last ``rename``
+            rank
+            for rank, address in enumerate(self._addresses)
+            if any(f", {name}, " in who for name in (address.name, self._names[rank]))
+        ]
+
+    @property
     def settled(self) -> threading.Event:
         """Is set once it is certain which rank has failed."""
         return self._listener.settled
 
     def answer_with(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, recovers: bool = False) -> None:
+        """Answer questions of other processes with this function.
+
+        ``recovers`` states whether this rank looks for survivors. It then no longer looks for stuck collectives.
+        """
         self._listener.answer = answer
         self._listener.recovers = recovers
 
