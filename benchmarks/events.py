@@ -81,6 +81,7 @@ def trace(count: int, events: int, every_s: float, chance: random.Random) -> lis
 
 
 def main() -> None:
+    """Play the trace, and print its events and the outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--events", type=int, default=30)
@@ -111,7 +112,8 @@ def main() -> None:
     told = [one for found in good for one in found["told"]]
     seconds = [float(one.rpartition(", ")[2].partition(" s")[0]) for one in told]
     print(f"{steps} steps; {len(good)} processes reached the end, {len(equal)} with the bits of an undisturbed run")
-    print(f"{len(told)} changes told, longest {max(seconds, default=0):.2f} s, median {sorted(seconds)[len(seconds) // 2]}")
+    median_s = sorted(seconds)[len(seconds) // 2] if seconds else 0.0
+    print(f"{len(told)} changes told; they took {median_s:.2f} s (median), at most {max(seconds, default=0.0):.2f} s")
     for error in errors:
         print(error)
 

@@ -19,6 +19,7 @@ __all__ = [
     "ModelTypeError",
     "PartitionError",
     "PipeschedError",
+    "RankLost",
     "ScheduleError",
     "TorchVersionError",
 ]

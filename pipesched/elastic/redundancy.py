@@ -184,7 +184,7 @@ class Redundancy:
         """
         self.wait()
         self._run = run
-        self._optimizers = {index: stage.optimizer for index, stage in stages.items()}
+        self._optimizers = {index: stage.optimizer for index, stage in stages.items() if stage.optimizer.parameters}
         for index, optimizer in self._optimizers.items():
             optimizer.before_step = partial(self._before_update, index)
         grid = self._connected.grid

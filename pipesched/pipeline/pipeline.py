@@ -361,6 +361,7 @@ class Pipeline(SavingInterface):
                 options=LossOptions(
                     recovers=distributed.on_failure == "recover",
                     on_recovery=distributed.on_recovery,
+                    scaler=numerics.enabled_scaler,
                     rendezvous=distributed.rendezvous,
                 ),
             )

@@ -15,13 +15,14 @@ from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakMethod
 
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
-from pipesched.elastic.survivors import HeldLayers, LostForGood, Report, Survivors, store_at
+from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, Report, Survivors, store_at
 from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.plan_switch import PlanSwitch
@@ -38,6 +39,7 @@ from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.transport.sockets import own_host
 from pipesched.saving.capturing import captured_here
 from pipesched.saving.live_run import LiveRun
+from pipesched.saving.saved_run import CheckpointPart
 
 __all__ = ["LossOptions", "Methods", "Recovery"]
 
@@ -51,12 +53,14 @@ _KEPT_CALLS = 2  # a step may have to run again after the next one has begun
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What the user wishes after a loss."""
+    """What the user wishes after a loss, and what else a loss concerns."""
 
     #: Whether a step recovers from a loss by itself.
     recovers: bool
     #: The user's function, called after each recovery.
     on_recovery: Callable[[Recovered], Any] | None
+    #: The scaler of the losses.
+    scaler: GradScaler | None
     #: The file with the addresses of the job's ranks, for processes that join; None if none can join.
     rendezvous: str | PathLike[str] | None
 
@@ -103,12 +107,15 @@ class Recovery:
         self._replan_if_due = _weak(methods.replan_if_due)
         self._live_run = _weak(methods.live_run)
         self._options = options
+        self._scaler = options.scaler
         self._redundancy: Redundancy | None = None
         self._assembly: Any = None  # whose states are copied
         self._survivors: Survivors | None = None
         self._calls: dict[int, KeptCall] = {}
         #: The micro-batches of steps that run again with another number of replicas, keyed by step.
         self._divided: dict[int, list[Any]] = {}
+        #: The states of the scaler before the last steps, keyed by step. All ranks have the same.
+        self._scaler_states: dict[int, dict[str, Any]] = {}
         #: The step that only some ranks had begun with the batches of the old replicas.
         self._late: int | None = None
         #: The last step that a rank had begun when a rank was lost. No rank looks for another plan before it.
@@ -184,6 +191,9 @@ class Recovery:
             self._returned = step
         self._calls = {known: own for known, own in self._calls.items() if known > step - _KEPT_CALLS}
         self._calls[step] = call
+        self._scaler_states = {known: own for known, own in self._scaler_states.items() if known in self._calls}
+        if self._scaler is not None:
+            self._scaler_states[step] = self._scaler.state_dict()
         with self._connected.waiting("a step"):
             self._begin(step)
         result = self._run_step(call.given, call.metrics, **call.wanted)
@@ -373,7 +383,7 @@ class Recovery:
                 f"the state of each layer must be held by a rank that lives; {', '.join(names)} held the only copies "
                 f"of a layer; start the job again from the last checkpoint"
             )
-        parts = redundancy.parts(step, self._live_run())
+        parts = [*redundancy.parts(step, self._live_run()), *self._scaler_part(step, decision, connected.rank)]
         redundancy.is_frozen = True
         work, numbers = self._work, {rank: place for place, rank in enumerate(decision.members)}
         group = NewGroup(
@@ -430,6 +440,12 @@ class Recovery:
     def _make(self) -> Callable[[list[Any]], Optimizer]:
         assert self._spec.optimizer is not None
         return self._spec.optimizer
+
+    def _scaler_part(self, step: int, decision: Decision, rank: int) -> list[CheckpointPart]:
+        """Return the state of the scaler before a step, which the first rank that goes on gives to all."""
+        if self._scaler is None or rank != decision.members[0]:
+            return []
+        return [CheckpointPart(values={"scaler": self._scaler_states.get(step, self._scaler.state_dict())})]
 
     def _report(self, redundancy: Redundancy) -> Report:
         """Return what this rank holds."""

@@ -22,8 +22,8 @@ WAIT = 6  # the step before which the first rank waits for a newcomer
 
 
 @cache
-def undisturbed() -> tuple[list[float], str]:
-    return jobs.undisturbed(Script().num_steps)
+def undisturbed(kind: str = "") -> tuple[list[float], str]:
+    return jobs.undisturbed(Script().num_steps, kind)
 
 
 class Job:
@@ -67,9 +67,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     own.end()
 
 
-def check(*results: Any) -> None:
+def check(*results: Any, kind: str = "") -> None:
     """Check that all results have the losses, from the first step on, and the weights of an undisturbed run."""
-    losses, weights = undisturbed()
+    losses, weights = undisturbed(kind)
     for found in results:
         assert "error" not in found, found["error"]
         assert found["losses"] == {str(step): losses[step] for step in range(found["first"], len(losses))}
@@ -101,6 +101,13 @@ def test_a_rank_that_is_left_alone_takes_in_another(job: Job) -> None:
     job.join()
     first, new = job.results([0, 2])
     check(first, new)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind])
+def test_a_rank_of_each_kind_of_pipeline_is_lost(job: Job, kind: str) -> None:
+    job.start(Script(kind=kind), Script(kind=kind, kill_before=3), Script(kind=kind))
+    check(*job.results([0, 2]), kind=kind)
 
 
 def test_a_process_cannot_join_a_job_that_is_not_there(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ class Script(NamedTuple):
     num_steps: the number of steps. pause_s: how long to sleep after each step. kill_before: the step before which the
     process kills itself. leave_before: the step before which it leaves. wait_before: the step before which it waits,
     as the first rank, until a process has joined or asks to join. None: never.
+    kind: the kind of the pipeline.
     """
 
     num_steps: int = 16
@@ -35,10 +36,38 @@ class Script(NamedTuple):
     kill_before: int | None = None
     leave_before: int | None = None
     wait_before: int | None = None
+    kind: str = ""
 
 
-def model() -> nn.Module:
+class Tied(nn.Module):
+    """A model whose first and last layer share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS - 2)))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Loss(nn.Module):
+    """A loss with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.head(output), target)
+
+
+def model(kind: str = "") -> nn.Module:
     torch.manual_seed(0)
+    if kind == "tied weights":
+        return Tied()
     layers = (
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.Tanh()) for _ in range(LAYERS)
     )
@@ -50,7 +79,32 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
-def options() -> dict[str, Any]:
+def in_groups(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups."""
+    matrices = [parameter for parameter in params if parameter.dim() > 1]
+    others = [parameter for parameter in params if parameter.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "": dict,
+    "tied weights": dict,
+    "a loss with weights": lambda: {"loss_fn": Loss()},
+    "a scaler": lambda: {"numerics": Numerics(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**40))},
+    "non-finite": lambda: {"numerics": Numerics(on_nonfinite="skip")},
+    "two groups": lambda: {"optimizer": in_groups},
+    "momentum": lambda: {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True)},
+    "compile": lambda: {"compile": True},
+    "checkpoint": lambda: {"checkpoint": "always"},
+    "zb-v": lambda: {"schedule": "zb-v"},
+    "dualpipe-v": lambda: {"schedule": "dualpipe-v"},
+    "interleaved-1f1b": lambda: {"schedule": "interleaved-1f1b"},
+    "auto": lambda: {"schedule": "auto"},
+    "searched": lambda: {"schedule": "searched"},
+}
+
+
+def options(kind: str = "") -> dict[str, Any]:
     """Return the options of the pipeline in every process."""
     return {
         "loss_fn": nn.functional.mse_loss,
@@ -59,6 +113,7 @@ def options() -> dict[str, Any]:
         "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
         "numerics": Numerics(clip_grad_norm=0.5),
         "seed": 3,
+        **KINDS[kind](),
     }
 
 
@@ -88,7 +143,13 @@ def _run(folder: Path, script: Script, mesh: Any) -> None:
             rendezvous=folder / "job",
         )
         x, _ = batch(0)
-        pipe = Pipeline(model(), x[: ROWS // MICROBATCHES], mesh=mesh, distributed=distributed_options, **options())
+        pipe = Pipeline(
+            model(script.kind),
+            x[: ROWS // MICROBATCHES],
+            mesh=mesh,
+            distributed=distributed_options,
+            **options(script.kind),
+        )
         (folder / f"{os.getpid()}.ready").touch()
         found = _trained(pipe, script, told)
         found["first"] = 0 if mesh is not None else told[0].step
@@ -120,9 +181,10 @@ def _trained(pipe: Pipeline, script: Script, told: Sequence[Recovered]) -> dict[
     return {"losses": losses, "weights": digest(weights)}
 
 
-def undisturbed(num_steps: int) -> tuple[list[float], str]:
+def undisturbed(num_steps: int, kind: str = "") -> tuple[list[float], str]:
     """Return the losses of a run in one process, and a digest of its weights."""
-    with Pipeline(model(), batch(0)[0][: ROWS // MICROBATCHES], devices=["cpu"] * 2, **options()) as pipe:
+    x, _ = batch(0)
+    with Pipeline(model(kind), x[: ROWS // MICROBATCHES], devices=["cpu"] * 2, **options(kind)) as pipe:
         losses = []
         for step in range(num_steps):
             x, y = batch(step)
