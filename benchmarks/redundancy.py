@@ -8,10 +8,11 @@ sleep, as those of an accelerator leave the host free, and so does each message 
 as the share of the bubble says. Copies are really made. Two pipelines, without and with redundancy, run a few steps in
 turn, and the table has the ratio of their median steps.
 
-**Simulated**, for every schedule: a rank has the work of a forward of 1 s, input gradients of 1 s and weight gradients of 1 s for each micro-batch, and an
-update of 0.5 s. Its AdamW holds two values for each weight, and an output has a hundredth of the size of its weights.
-A rank's gradients take a share (default: half) of the bubble of 1F1B to reach the next rank, and KEEP and REPLAY of its
-stages take as long as their updates. The table compares the steps of a schedule without and with redundancy:
+**Simulated**, for every schedule: a rank has the work of a forward of 1 s, input gradients of 1 s and weight gradients
+of 1 s for each micro-batch, and an update of 0.5 s. Its AdamW holds two values for each weight, and an output has a
+hundredth of the size of its weights. A rank's gradients take a share (default: half) of the bubble of 1F1B to reach the
+next rank, and KEEP and REPLAY of its stages take as long as their updates. The table compares the steps of a schedule
+without and with redundancy:
 
 - ratio: the step with redundancy, as a multiple of the step without
 - lane: the part of the step until the last copy is updated
@@ -159,18 +160,19 @@ STEPS = 4  # of a pipeline before it is the other's turn; the first of them is n
 
 
 class _Work(torch.autograd.Function):
-    """Sleeps in the forward and the backward. The first backward of a step returns a gradient of the weights."""
+    """Sleeps in the forward and the backward. The gradient of the weights is there without work of the host."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, gradient: Tensor) -> Tensor:
+        ctx.weight, ctx.gradient = weight, gradient
         time.sleep(FORWARD_S)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         time.sleep(2 * FORWARD_S)
-        return grad.clone(), torch.zeros_like(ctx.weight) if ctx.weight.grad is None else None
+        ctx.weight.grad = ctx.gradient
+        return grad.clone(), None, None
 
 
 class Layer(nn.Module):
@@ -179,9 +181,10 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self._gradient = torch.zeros(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Work.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
+        return _Work.apply(x, self.weight, self._gradient)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class SleepingAdamW(torch.optim.AdamW):
@@ -215,7 +218,7 @@ def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
         return arrived
 
     Redundancy._sent = sent  # type: ignore[method-assign]
-    x = torch.randn(options.microbatches, 4)
+    x = torch.ones(options.microbatches, 4)
 
     def pipeline(**choices: Any) -> Pipeline:
         return Pipeline(

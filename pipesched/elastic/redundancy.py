@@ -12,10 +12,13 @@ rank updates its weights in step k + 1 only after it has kept version k + 1, so 
 that changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.util import Finalize
+from threading import Thread
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -48,6 +51,7 @@ from pipesched.tensors.torch_functions import version_of
 __all__ = ["KeptStates", "Redundancy", "SettingsChange"]
 
 _COPIES = "copies of states"  # the name of the connections
+_LAST_JOB_S = 2.0  # how long the lane may take to end when Python exits
 
 
 @dataclass
@@ -165,6 +169,11 @@ class Redundancy:
         self._layers: Sequence[str] = ()
         self._lane = CollectiveLane(self._device)
         self._exchange: Exchange | None = None
+        at_exit = Finalize(
+            None, _end_at_exit, (self._lane.close, self._lane.thread, connected.hang_ups_beside), exitpriority=0
+        )
+        self._forget_exit = finalize(self, at_exit.cancel)
+        self._forget_exit.atexit = False
         self._job = self._start(self._connect)
 
     def _empty(self) -> KeptStates:
@@ -347,6 +356,7 @@ class Redundancy:
 
     def end(self) -> None:
         """Let the lane end once its job has ended."""
+        self._forget_exit()
         self._lane.close()
 
     def _fingerprint(self) -> list[Any]:
@@ -421,6 +431,16 @@ def _num_groups(settings: Settings) -> dict[int, int]:
 def _later(known: Mapping[int, Settings], step: int) -> dict[int, Settings]:
     """Return the settings of this step and of later ones."""
     return {number: own for number, own in known.items() if number >= step}
+
+
+def _end_at_exit(close: Callable[[], Any], lane: Thread, hang_ups: Iterable[Callable[[], None]]) -> None:
+    """End a lane when a script exits without having closed the pipeline: Python must not exit while it is in torch."""
+    close()
+    lane.join(_LAST_JOB_S)
+    if lane.is_alive():
+        for hang_up in hang_ups:
+            hang_up()
+        lane.join(_LAST_JOB_S)
 
 
 def _nothing() -> None:

@@ -87,6 +87,8 @@ class ConnectedRank:
         self._fault: str | None = None
         self._wire: Channels | None = None
         self._ends_beside: list[Callable[[], Any]] = []
+        #: Functions that interrupt what waits for other ranks over the connections of ``connect_beside``.
+        self.hang_ups_beside: list[Callable[[], None]] = []
         self._forked = Forked()
         self._courier = Courier(self.device)
         #: The store over which the ranks connect.
@@ -130,6 +132,7 @@ class ConnectedRank:
         beside = HostTransport(self.alarm.settled).connect(store, self.rank, self.num_ranks, self.timeout_s)
         self._ends_beside.append(finalize(self, beside.close))
         self.alarm.on_fault(beside.hang_up)
+        self.hang_ups_beside.append(beside.hang_up)
         return beside.channels(_IDENTITY, encoding)
 
     def regroup(self, grid: RankGrid) -> None:

@@ -161,6 +161,7 @@ class Rank:
             num_ranks=sum(map(len, world.rows)),
             check_peers=lambda: None,
             connect_beside=lambda name, encoding: Wire(world, rank),
+            hang_ups_beside=[],
         )
         self.redundancy = Redundancy(connected, make, lambda: 0)
 

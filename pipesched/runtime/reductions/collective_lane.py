@@ -67,8 +67,9 @@ class CollectiveLane:
         self._device = device
         self._queue: SimpleQueue[LaneJob | None] = SimpleQueue()
         stream = new_stream(device) if is_accelerator(device) else None
-        thread = threading.Thread(target=_run, args=(self._queue, stream), name="pipesched-collectives", daemon=True)
-        thread.start()
+        name = "pipesched-collectives"
+        self.thread = threading.Thread(target=_run, args=(self._queue, stream), name=name, daemon=True)
+        self.thread.start()
         self.close = finalize(self, self._queue.put, None)
 
     def start(self, job: Callable[[], None]) -> LaneJob:
