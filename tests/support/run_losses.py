@@ -248,7 +248,7 @@ def _wrong_errors(case: LossCase, errors: dict[int, str], done: Collection[int])
         elif case.fault in _QUICK:
             right = rank in case.victims
         else:
-            right = any(words in text for words in _GIVEN_UP)
+            right = any(words in text for words in _GIVEN_UP) or (case.is_refused and _NOTHING_LEFT in text)
         if not right:
             wrong.append(f"rank {rank}: {text[:600] or 'no error'}")
     return wrong
