@@ -36,6 +36,6 @@ class Recovered:
         changes = [f"{', '.join(self.lost)} lost"] * bool(self.lost)
         changes += [f"{counted(self.joined, 'rank')} joined"] * bool(self.joined)
         return (
-            f"{' and '.join(changes)}; {counted(self.num_ranks, 'rank')} go on after {counted(self.step, 'step')}, "
-            f"{self.seconds:.2f} s later; this process is rank {self.rank}"
+            f"{' and '.join(changes) or 'no rank lost'}; {counted(self.num_ranks, 'rank')} go on after "
+            f"{counted(self.step, 'step')}, {self.seconds:.2f} s later; this process is rank {self.rank}"
         )

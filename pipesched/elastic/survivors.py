@@ -204,9 +204,14 @@ class Survivors:
         return apart
 
     def _lose(self, rank: int, answer: Any) -> None:
-        """Count a rank as lost. It counts among those that may live unless it is known to have ended."""
+        """Count a rank as lost.
+
+        It counts among those that may go on elsewhere, unless it is known to have ended, or answers and is blamed: such
+        a rank hangs, and learns from its alarm that it must not go on.
+        """
         self._lost.add(rank)
-        if not _has_ended(answer):
+        hangs = answer != SILENT and rank in self._alarm.blamed
+        if not _has_ended(answer) and not hangs:
             self._silent.add(rank)
 
     def _is_late(self, rank: int, answer: Any, patience_s: float) -> bool:

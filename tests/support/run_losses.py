@@ -37,7 +37,7 @@ NOTICED_S = 0.5  # a loss must be noticed within this time
 NOTICED_LATE_S = 3.0  # a frozen rank or a cut link must be noticed this long after the timeout
 SPARE_S = 1.0  # the lost step must have run again after a step and this time
 _QUICK = ("SIGKILL", "sys.exit(3)", "os._exit(0)", "raise")
-_GIVEN_UP = ("go on without", "only the larger part")
+_GIVEN_UP = ("go on without", "gone on without", "only the larger part")
 _NOTHING_LEFT = "start the job again from the last checkpoint"
 
 
@@ -248,7 +248,7 @@ def _wrong_errors(case: LossCase, errors: dict[int, str], done: Collection[int])
         elif case.fault in _QUICK:
             right = rank in case.victims
         else:
-            right = any(words in text for words in _GIVEN_UP)
+            right = any(words in text for words in _GIVEN_UP) or (case.is_refused and _NOTHING_LEFT in text)
         if not right:
             wrong.append(f"rank {rank}: {text[:600] or 'no error'}")
     return wrong

@@ -98,8 +98,9 @@ class LossCase(NamedTuple):
         """Whether nobody may go on: a layer is lost with its copy, or the others may be the larger part."""
         if self.second_moment in IN_RECOVERY:
             return False
-        if self.fault == "SIGSTOP":  # the others cannot know that a rank is frozen
-            return not may_go_on([rank for rank in range(self.num_ranks) if rank not in self.victims], self.victims)
+        live = [rank for rank in range(self.num_ranks) if rank not in self.victims]
+        if self.fault == "SIGSTOP" and not may_go_on(live, self.victims):  # nobody can know that a rank is frozen
+            return True
         near = self.second is not None and (self.second - self.rank) % self.num_ranks in (1, self.num_ranks - 1)
         return near and self.replicas == 1
 
