@@ -30,7 +30,7 @@ __all__ = [
     "Decision",
     "HeldLayers",
     "LostForGood",
-    "Report",
+    "RankReport",
     "Survivors",
     "common_version",
     "connected_part",
@@ -54,7 +54,7 @@ class HeldLayers(NamedTuple):
     versions: list[int]
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank reports to the one that leads."""
 
     held: list[HeldLayers]
@@ -80,7 +80,7 @@ class Decision:
     refusal: str = ""
 
 
-def common_version(reports: Mapping[int, Report], layers: Collection[str]) -> int | None:
+def common_version(reports: Mapping[int, RankReport], layers: Collection[str]) -> int | None:
     """Return the latest version at which the state of all layers is held, and that no rank has passed; None if none is.
 
     A rank that waits in step k must run it, so no version above k will do.
@@ -103,7 +103,7 @@ def may_go_on(members: Collection[int], silent: Collection[int]) -> bool:
     return len(members) > len(silent) or (len(members) == len(silent) and min(members) < min(silent))
 
 
-def connected_part(leader: int, reports: Mapping[int, Report]) -> list[int]:
+def connected_part(leader: int, reports: Mapping[int, RankReport]) -> list[int]:
     """Return the ranks that go on: of two that are apart, one is given up, but never the leader.
 
     First goes the rank that is apart from the most others; of several, the highest.
@@ -128,7 +128,7 @@ class _Known:
     """What a rank's alarm knows, and answers. The alarm's thread and the rank's own thread share it."""
 
     #: The reports of other ranks, keyed by attempt and rank.
-    reports: dict[tuple[int, int], Report] = field(default_factory=dict)
+    reports: dict[tuple[int, int], RankReport] = field(default_factory=dict)
     #: The decisions, keyed by attempt.
     decisions: dict[int, Decision] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
@@ -139,7 +139,7 @@ class _Known:
         with self.lock:
             if "report" in question:
                 held, *rest = question["report"]
-                self.reports[attempt, question["rank"]] = Report([HeldLayers(*one) for one in held], *rest)
+                self.reports[attempt, question["rank"]] = RankReport([HeldLayers(*one) for one in held], *rest)
             decision = self.decisions.get(attempt)
             return {"decision": None if decision is None else vars(decision)}
 
@@ -168,7 +168,7 @@ class Survivors:
         #: The store that this rank hosts, if it leads.
         self.store: Any = None
 
-    def agree(self, report: Report) -> Decision:
+    def agree(self, report: RankReport) -> Decision:
         """Return what the survivors have decided. Every survivor must call this, again after each further loss.
 
         Raises LostForGood if this rank does not go on.
@@ -219,7 +219,7 @@ class Survivors:
         deaf = rank in self._alarm.blamed and "decision" not in answer
         return time.monotonic() - self._begun_s > (_GLANCE_S if deaf else patience_s)
 
-    def _asked(self, leader: int, report: Report) -> Decision | None:
+    def _asked(self, leader: int, report: RankReport) -> Decision | None:
         """Ask the leader once; return its decision, or None if there is none yet or if the leader is lost."""
         question = {"attempt": self._attempt, "rank": self._alarm.rank, "report": report}
         (answer,) = asked_of([self._alarm.addresses[leader]], question, _PATIENCE_S)

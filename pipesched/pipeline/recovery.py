@@ -22,11 +22,11 @@ from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
-from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, Report, Survivors, store_at
+from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, RankReport, Survivors, store_at
 from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.plan_switch import PlanSwitch
-from pipesched.pipeline.regrouping import NewGroup, Regrouping, Work
+from pipesched.pipeline.regrouping import NewGroup, Regrouping, SharedWork
 from pipesched.pipeline.replan_search import FoundPlan
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sent_values import learn_decided_types, learn_step_types
@@ -124,7 +124,7 @@ class Recovery:
         #: The rank whose alarm the ranks that live use to agree; it stays while a recovery is not complete.
         self._base: ConnectedRank
         #: The work before the loss, because an attempt to recover may have replaced the running plan.
-        self._work: Work
+        self._work: SharedWork
         self._returned = running.step
         self._is_whole = True
         self._newcomers = Newcomers()
@@ -262,7 +262,7 @@ class Recovery:
 
     def _let_join(self) -> None:
         """Let newcomers join before a step, if all ranks know of them."""
-        step, work = self._running.step, Work.of(self._running)
+        step, work = self._running.step, SharedWork.of(self._running)
         with self._connected.stopping_all("a step"):
             redundancy = self._redundancy
             count = self._count_newcomers() if redundancy is None else redundancy.newcomers_before(step)
@@ -292,7 +292,7 @@ class Recovery:
         self._settle_in(None if redundancy is None else redundancy.kept)
         self._tell(step, begun_s, joined=num_ranks - before)
 
-    def _accept(self, group: NewGroup, work: Work, before: int) -> None:
+    def _accept(self, group: NewGroup, work: SharedWork, before: int) -> None:
         """Tell as many newcomers as can join what they need."""
         common = {"work": asdict(work), "seed": self._running.seed, "form": self._regrouping.form.of_mesh}
         for rank, name in zip(range(before, group.num_ranks), self._newcomers.waiting, strict=False):
@@ -306,7 +306,7 @@ class Recovery:
         alone = running.host
         found = asked_to_join(self._options.rendezvous, self._regrouping.form.timeout_s)
         self._regrouping.form = self._regrouping.form.like(found["form"])
-        group, work = NewGroup(**found["group"]), Work(**found["work"])
+        group, work = NewGroup(**found["group"]), SharedWork(**found["work"])
         running.seed = found["seed"]
         host = self._regrouping.connect(group, work, None, None)
         self._base = host.maker.connected  # type: ignore[union-attr]
@@ -373,7 +373,7 @@ class Recovery:
         if self._survivors is None:
             layers = list(self._spec.layers)
             self._survivors = Survivors(connected.alarm, connected.store, layers, connected.timeout_s)
-            self._work = Work.of(self._running)
+            self._work = SharedWork.of(self._running)
         survivors, waits_in = self._survivors, self._returned
         decision = survivors.agree(self._report(redundancy))
         names = [name for rank, name in enumerate(connected.grid.names) if rank not in decision.members]
@@ -447,10 +447,10 @@ class Recovery:
             return []
         return [CheckpointPart(values={"scaler": self._scaler_states.get(step, self._scaler.state_dict())})]
 
-    def _report(self, redundancy: Redundancy) -> Report:
+    def _report(self, redundancy: Redundancy) -> RankReport:
         """Return what this rank holds."""
         held = redundancy.held_layers(live=self._is_whole and not self._switch.is_moving)
-        return Report([HeldLayers(*one) for one in held], self._returned)
+        return RankReport([HeldLayers(*one) for one in held], self._returned)
 
     def _change_settings(self, changes: Sequence[SettingsChange], step: int) -> None:
         """Give the optimizers the learning rates and other settings that the user has changed before a step."""

@@ -32,7 +32,7 @@ from pipesched.runtime.transport.encoding import Encoding
 from pipesched.saving.saved_run import CheckpointPart
 from pipesched.units import counted
 
-__all__ = ["MeshForm", "NewGroup", "Regrouping", "Work"]
+__all__ = ["MeshForm", "NewGroup", "Regrouping", "SharedWork"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class MeshForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class SharedWork:
     """The work that the ranks divide among themselves."""
 
     #: The name of the schedule.
@@ -100,7 +100,7 @@ class Work:
     checkpoint: Checkpoint
 
     @classmethod
-    def of(cls, running: RunningPlan) -> "Work":
+    def of(cls, running: RunningPlan) -> "SharedWork":
         """Return the work of a running plan."""
         programs = running.assembly.programs
         num_replicas = len(running.host.grid.rows)
@@ -151,7 +151,7 @@ class Regrouping:
         #: The slow ranks before an attempt that has not been completed, keyed by their old numbers.
         self._slow: dict[Any, float] | None = None
 
-    def num_replicas(self, num_ranks: int, work: Work) -> int:
+    def num_replicas(self, num_ranks: int, work: SharedWork) -> int:
         """Return the largest number of replicas, at most as many as so far, for these ranks and micro-batches."""
         return next(
             count
@@ -162,7 +162,7 @@ class Regrouping:
             and (count == 1 or num_ranks > count)  # the batch of a replica with one rank would be lost with the rank
         )
 
-    def connect(self, group: NewGroup, work: Work, store: Any, encoding: Encoding | None) -> RankHost:
+    def connect(self, group: NewGroup, work: SharedWork, store: Any, encoding: Encoding | None) -> RankHost:
         """Connect the ranks of a new group, and make torch's default group and the mesh anew. Collective.
 
         Args:
@@ -199,7 +199,7 @@ class Regrouping:
         return host
 
     def take_over(
-        self, host: RankHost, work: Work, numbers: Mapping[int, int], parts: Sequence[CheckpointPart], step: int
+        self, host: RankHost, work: SharedWork, numbers: Mapping[int, int], parts: Sequence[CheckpointPart], step: int
     ) -> None:
         """Divide the layers among the ranks, and give each the state of its layers. Collective.
 
@@ -225,7 +225,7 @@ class Regrouping:
         running.step = step
         self._slow = None
 
-    def _programs(self, host: RankHost, work: Work) -> ProgramFactory:
+    def _programs(self, host: RankHost, work: SharedWork) -> ProgramFactory:
         """Return the programs of the present schedule or, if it cannot have this number of ranks, of 1f1b."""
         failures = []
         known = set(schedules.names()) - {"searched"}

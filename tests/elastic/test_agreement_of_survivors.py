@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from pipesched.elastic import survivors as module
-from pipesched.elastic.survivors import Decision, HeldLayers, Report, Survivors, common_version, may_go_on, store_at
+from pipesched.elastic.survivors import Decision, HeldLayers, RankReport, Survivors, common_version, may_go_on, store_at
 from pipesched.errors import ExecutionError, RankLost
 from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.coordination.failure_notices import Fault, told
@@ -33,11 +33,11 @@ HELD = st.builds(
     st.lists(VERSIONS, min_size=1, max_size=2, unique=True),
 )
 REPORTS = st.dictionaries(
-    st.integers(0, 5), st.builds(Report, st.lists(HELD, max_size=4), VERSIONS), min_size=1, max_size=4
+    st.integers(0, 5), st.builds(RankReport, st.lists(HELD, max_size=4), VERSIONS), min_size=1, max_size=4
 )
 
 
-def version_by_search(reports: dict[int, Report], layers: list[str]) -> int | None:
+def version_by_search(reports: dict[int, RankReport], layers: list[str]) -> int | None:
     """Return the largest version that no rank has passed and at which every layer is held somewhere."""
     for version in range(10, -1, -1):
         passed = [rank for rank, report in reports.items() if version > report.returned]
@@ -61,14 +61,14 @@ def test_the_common_version_is_the_latest_that_is_complete_and_that_no_rank_has_
 
 def test_a_version_above_the_step_in_which_a_rank_waits_will_not_do():
     """Rank 1 has not returned from step 3, so it must run that step, and version 4 would leave it out."""
-    ahead = Report([HeldLayers(["a", "b"], [3, 4])], returned=4)
-    behind = Report([], returned=3)
+    ahead = RankReport([HeldLayers(["a", "b"], [3, 4])], returned=4)
+    behind = RankReport([], returned=3)
     assert common_version({0: ahead, 1: behind}, ["a", "b"]) == 3
     assert common_version({0: ahead}, ["a", "b"]) == 4
 
 
 def test_layers_of_different_versions_do_not_make_up_a_state():
-    reports = {0: Report([HeldLayers(["a"], [2])], 3), 1: Report([HeldLayers(["b"], [3])], 3)}
+    reports = {0: RankReport([HeldLayers(["a"], [2])], 3), 1: RankReport([HeldLayers(["b"], [3])], 3)}
     assert common_version(reports, ["a", "b"]) is None
 
 
@@ -177,8 +177,8 @@ def met(num_ranks: int) -> Iterator[Ranks]:
         ranks.lose(*range(num_ranks))
 
 
-def whole(version: int) -> Report:
-    return Report([HeldLayers(LAYERS, [version])], version)
+def whole(version: int) -> RankReport:
+    return RankReport([HeldLayers(LAYERS, [version])], version)
 
 
 def the_one(decisions: dict[int, Any]) -> Decision:
@@ -212,9 +212,9 @@ def test_the_lowest_rank_that_lives_leads_and_hosts_the_store():
 
 def test_the_version_is_that_of_the_reports_of_all_ranks():
     reports = {
-        0: Report([HeldLayers(["a"], [2, 3])], 3),
-        1: Report([HeldLayers(["b"], [2, 3])], 3),
-        2: Report([HeldLayers(["c"], [2])], 3),
+        0: RankReport([HeldLayers(["a"], [2, 3])], 3),
+        1: RankReport([HeldLayers(["b"], [2, 3])], 3),
+        2: RankReport([HeldLayers(["c"], [2])], 3),
     }
     with met(3) as ranks:
         found = ranks.all(lambda rank: ranks.survivors[rank].agree(reports[rank]))

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from pipesched.elastic.redundancy import Redundancy, SettingsChange
 from pipesched.elastic.state_transfer import held_in_parts
-from pipesched.elastic.survivors import HeldLayers, Report, common_version
+from pipesched.elastic.survivors import HeldLayers, RankReport, common_version
 from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.saving.saved_run import CheckpointPart
 from tests.support.copied_states import Counted, Halving, Owner, SelfTuned, assert_same_parts, grouped
@@ -205,9 +205,9 @@ class Rank:
         self.redundancy.finish()
         self.returned = step + 1
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         held = self.redundancy.held_layers(live=True)
-        return Report([HeldLayers(*one) for one in held], self.returned)
+        return RankReport([HeldLayers(*one) for one in held], self.returned)
 
 
 def trained(

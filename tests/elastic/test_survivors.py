@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from pipesched.elastic.survivors import HeldLayers, Report, common_version, connected_part, may_go_on
+from pipesched.elastic.survivors import HeldLayers, RankReport, common_version, connected_part, may_go_on
 from pipesched.runtime.coordination import failure_notices
 from pipesched.runtime.coordination.failure_notices import Address, asked_of
 from pipesched.runtime.coordination.rank_activity import ENDED, SILENT
 
 
-def reports(**apart: list[int]) -> dict[int, Report]:
-    return {int(rank[1:]): Report([], 0, others) for rank, others in apart.items()}
+def reports(**apart: list[int]) -> dict[int, RankReport]:
+    return {int(rank[1:]): RankReport([], 0, others) for rank, others in apart.items()}
 
 
 def test_of_two_ranks_that_are_apart_the_higher_is_given_up_but_never_the_leader() -> None:
@@ -39,11 +39,11 @@ def test_the_larger_part_goes_on_and_of_equal_parts_the_one_with_the_lowest_rank
 
 def test_the_latest_version_counts_that_all_layers_have_and_no_rank_has_passed() -> None:
     held = {
-        0: Report([HeldLayers(["a"], [3, 4]), HeldLayers(["c"], [4])], 4),
-        1: Report([HeldLayers(["b"], [3, 4])], 4),
+        0: RankReport([HeldLayers(["a"], [3, 4]), HeldLayers(["c"], [4])], 4),
+        1: RankReport([HeldLayers(["b"], [3, 4])], 4),
     }
     assert common_version(held, ["a", "b", "c"]) == 4
-    held[1] = Report([HeldLayers(["b"], [3, 4])], 3)
+    held[1] = RankReport([HeldLayers(["b"], [3, 4])], 3)
     assert common_version(held, ["a", "b"]) == 3
     assert common_version(held, ["a", "b", "c"]) is None
 
