@@ -823,6 +823,8 @@ class Pipeline(SavingInterface):
         """
         check_steps_left(steps_left)
         check_num_replicas(plan, num_replicas)
+        if self._recovery is not None and self._recovery.has_missed_change():
+            return Replanned(plan=self.plan, kept="a rank was lost when this replan had ended on other ranks")
         self._running.host.collectives.enter("replan")
         self._replanner.begin()
         states = UserStates(optimizer=optimizer, scheduler=scheduler, extra=extra)

@@ -120,6 +120,9 @@ class Recovery:
         self._late: int | None = None
         #: The last step that a rank had begun when a rank was lost. No rank looks for another plan before it.
         self._last_lost: int | None = None
+        #: The number of changes of the state since the last step on this rank, and how many it is behind others.
+        self._changes = 0
+        self._behind = 0
         self._past: list[Alarm] = []
         #: The rank whose alarm the ranks that live use to agree; it stays while a recovery is not complete.
         self._base: ConnectedRank
@@ -203,6 +206,7 @@ class Recovery:
             self._redundancy.finish()
         if not again:
             self._returned = step + 1
+        self._changes = self._behind = 0
         self._calls[step] = call.copied()
         return result
 
@@ -233,8 +237,18 @@ class Recovery:
         self._is_whole = False
         try:
             yield
+            self._changes += 1
         finally:
             self._is_whole = not self._connected.closed
+
+    def has_missed_change(self) -> bool:
+        """Return whether the change that begins now had ended on other ranks when a rank was lost.
+
+        All ranks have gone on from the state before it, and only some would repeat it.
+        """
+        missed = self._behind > 0
+        self._behind -= missed
+        return missed
 
     def close(self) -> None:
         """Let the alarms and the threads end."""
@@ -430,6 +444,8 @@ class Recovery:
         """Exchange what the ranks that go on must know: batches, if there were replicas, and changes of settings."""
         gather = host.collectives.gathered_in_all
         self._last_lost = last = max(gather(waits_in))
+        most = max(gather(self._changes))
+        self._behind, self._changes = most - self._changes, most
         calls = {known: call for known, call in self._calls.items() if known >= step}
         if any(gather(any(call.num_replicas > 1 for call in calls.values()))):
             self._divided = divided_anew(host, calls)

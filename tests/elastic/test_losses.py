@@ -37,6 +37,7 @@ MORE = [
     LossCase("os._exit(0)", "copy", 0, "env://"),
     LossCase("link", "B", 3),
     LossCase("link, alarms too", "F", 1),
+    LossCase("link, alarms too", "replan", 0),
     LossCase("SIGKILL", "between steps", 0, replicas=2),
     LossCase("SIGKILL", "B", 0, replicas=2),
     LossCase("SIGKILL", "B", 2, second=1, second_moment="again", replicas=2),
