@@ -30,9 +30,9 @@ def write_whole(path: Path, data: bytes | str, *, private: bool = False) -> None
         return
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
+        if private:
+            temporary.touch(0o600)
         with temporary.open("wb") as file:
-            if private:
-                temporary.chmod(0o600)
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())

@@ -30,6 +30,7 @@ class Newcomers:
 
     def __init__(self) -> None:
         self._answers: dict[str, dict[str, Any] | None] = {}
+        self._asked_s: dict[str, float] = {}  # when each newcomer asked last
         self._lock = threading.Lock()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -40,13 +41,15 @@ class Newcomers:
         if "joins" not in question:
             return {}
         with self._lock:
+            self._asked_s[question["joins"]] = time.monotonic()
             return {"join": self._answers.setdefault(question["joins"], None)}
 
     @property
     def waiting(self) -> list[str]:
-        """The newcomers that have no answer yet."""
+        """The newcomers that have no answer yet, and still ask."""
+        since_s = time.monotonic() - _PATIENCE_S
         with self._lock:
-            return [name for name, answer in self._answers.items() if answer is None]
+            return [name for name, answer in self._answers.items() if answer is None and self._asked_s[name] > since_s]
 
     def accept(self, name: str, answer: dict[str, Any]) -> None:
         """Answer a newcomer that waits."""

@@ -12,6 +12,7 @@ rank updates its weights in step k + 1 only after it has kept version k + 1, so 
 that changes.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from pipesched.elastic.state_copy import (
     Settings,
     StateCopy,
     bare,
+    digest_of,
     rank_state,
     settings_of_groups,
 )
@@ -46,9 +48,12 @@ from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.runtime.transport.rank_exchange import Exchange
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
+from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.torch_functions import version_of
 
 __all__ = ["KeptStates", "Redundancy", "SettingsChange"]
+
+_LOG = logging.getLogger(__name__)
 
 _COPIES = "copies of states"  # the name of the connections
 _LAST_JOB_S = 2.0  # how long the lane may take to end when Python exits
@@ -90,16 +95,20 @@ class KeptStates:
         self.arrived = None
         if isinstance(change, RankState):
             self.neighbour.load(change, version)
-        else:
+        elif self.neighbour.version == version - 1:
             self.neighbour.replay(change, version)
+            if not torch.equal(digest_of(self.neighbour.parameters.values()), change.digest):
+                self.neighbour.version = None  # something else than the gradients has changed the weights
 
 
 class SettingsChange(NamedTuple):
-    """A change of the settings of a parameter group before a step."""
+    """The settings of a parameter group after a step and before the next one, when the user may have changed them."""
 
     step: int
     #: The number of the group among those of its optimizer.
     number: int
+    #: The names of the group's parameters.
+    names: list[str]
     before: dict[str, Any]
     now: dict[str, Any]
 
@@ -131,6 +140,7 @@ class Redundancy:
         connected: this rank, connected to the other ranks.
         make: the user's function, which creates an optimizer.
         newcomers: the number of processes that have asked this rank to let them join.
+        threads: the number of CPU threads of an update. Default: 1.
         kept: states that this rank holds already. Default: none.
 
     """
@@ -141,9 +151,11 @@ class Redundancy:
         make: Callable[[list[Any]], Optimizer],
         newcomers: Callable[[], int],
         kept: KeptStates | None = None,
+        threads: int = 1,
     ) -> None:
         self._connected = connected
         self._newcomers = newcomers
+        self._threads = threads
         #: The commits under way and the last ones, and the newcomers that were known then, keyed by version.
         self._commits: dict[int, LaneJob] = {}
         self._known_newcomers: dict[int, int] = {}
@@ -165,6 +177,9 @@ class Redundancy:
         self._version = 0
         #: Whether a recovery has begun to change this rank's own tensors.
         self.is_frozen = False
+        #: Whether the user has changed weights or states, and not all ranks have copied the change.
+        self.is_changed = False
+        self._sends_states = False  # because updates that run again do not give the same weights
         self._failure: BaseException | None = None
         self._layers: Sequence[str] = ()
         self._lane = CollectiveLane(self._device)
@@ -237,6 +252,7 @@ class Redundancy:
         state = None
         if fingerprint != self._known:
             self._known = fingerprint
+            self.is_changed = True
             state = rank_state(self._run, self._optimizers, self._buffers_now())
         settings = _settings(self._optimizers)
         sent = self._settings.get(step, self._settings_after.get(step - 1))  # the step may begin a second time
@@ -277,10 +293,10 @@ class Redundancy:
         buffers = self._buffers_now()
         state = rank_state(self._run, self._optimizers, buffers)
         self._settings_after = _later(self._settings_after, version - 4) | {version - 1: settings_of_groups(state)}
-        update = RankUpdate(self._step.gradients, self._step.updated, buffers)
-        change = update if self._step.is_intact else state
+        gives_gradients = self._step.is_intact and not self._sends_states
+        gradients, updated = (self._step.gradients, self._step.updated) if gives_gradients else (None, [])
         self._known = self._fingerprint()
-        self._job = self._start(partial(self._commit, change, state, version))
+        self._job = self._start(partial(self._commit, gradients, updated, state, version))
         self._commits = {known: job for known, job in self._commits.items() if known >= version - 1}
         self._commits[version] = self._job
         self._step = _Step()
@@ -336,22 +352,25 @@ class Redundancy:
             own.settings = self._settings_after.get(version - 1, own.settings)
 
     def settings_changes(self, version: int) -> list[SettingsChange]:
-        """Return how the user has changed the settings of parameter groups from one step to the next.
+        """Return the settings of parameter groups before and after the user may have changed them between two steps.
 
-        Includes the changes after the step that led to this version, and those after the next step.
+        Includes the time after the step that led to this version, and that after the next step.
         """
         neighbour = self.kept.neighbour
         after, before_updates = self._settings_after, self._settings
-        pairs = [(step, after.get(step - 1), before_updates.get(step)) for step in (version, version + 1)]
+        own = {
+            index: [[self._run.names[id(parameter)] for parameter in group["params"]] for group in groups]
+            for index, groups in _groups(self._optimizers).items()
+        }
+        pairs = [(step, own, after.get(step - 1), before_updates.get(step)) for step in (version, version + 1)]
         if neighbour.version == version:
-            pairs.append((version, neighbour.settings, neighbour.next_settings))
+            pairs.append((version, neighbour.names_of_groups(), neighbour.settings, neighbour.next_settings))
         return [
-            SettingsChange(step, number, dict(before), dict(now))
-            for step, old, new in pairs
+            SettingsChange(step, number, names, dict(before), dict(now))
+            for step, names_of, old, new in pairs
             if old is not None and new is not None
-            for index in old.keys() & new.keys()
-            for number, (before, now) in enumerate(zip(old[index], new[index], strict=False))
-            if before != now
+            for index in old.keys() & new.keys() & names_of.keys()
+            for number, (names, before, now) in enumerate(zip(names_of[index], old[index], new[index], strict=False))
         ]
 
     def end(self) -> None:
@@ -395,22 +414,39 @@ class Redundancy:
         kept.before = None
 
     def _send_changes(self, state: RankState | None, settings: Settings | None, step: int) -> None:
+        assert self._exchange is not None
         arrived = self._sent((state, settings))
         _change(self.kept.own, state, settings, step)
         if arrived is not None:
             theirs, their_settings = arrived
             _change(self.kept.neighbour, theirs, their_settings, step)
+        if any(self._exchange.all_values(state is not None)):
+            self._exchange.all_values(b"")
+        self.is_changed = False
 
-    def _commit(self, change: RankUpdate | RankState, state: RankState, version: int) -> None:
+    def _commit(self, gradients: dict[str, Tensor] | None, updated: list[int], state: RankState, version: int) -> None:
+        change: RankUpdate | RankState = state
+        if gradients is not None and self._holder is not None:
+            change = RankUpdate(gradients, updated, state.buffers, digest_of(state.parameters.values()))
         arrived = self._sent(change)
         if arrived is not None:
             self.kept.arrived = arrived, version
         assert self._exchange is not None
-        self._known_newcomers = {version: max(self._exchange.all_values(self._newcomers()))} | {
+        lacks = self._owner is not None and self.kept.neighbour.version is None
+        said = self._exchange.all_values((self._newcomers(), lacks))
+        self._known_newcomers = {version: max(count for count, _ in said)} | {
             known: count for known, count in self._known_newcomers.items() if known == version - 1
         }
+        if self._holder is not None and said[self._holder][1] and not self._sends_states:
+            self._sends_states = True
+            _LOG.warning(
+                "after step %d, the copy of this rank's state differs from its weights, because something else than an "
+                "update changes them; whole states are sent from now on",
+                version - 1,
+            )
         self.kept.own.load(state, version)
-        self.kept.take_arrived()
+        with intra_op(self._threads):
+            self.kept.take_arrived()
 
 
 def _change(copy: StateCopy, state: RankState | None, settings: Settings | None, step: int) -> None:
@@ -451,9 +487,9 @@ def _made(make: Callable[[list[Any]], Optimizer], stage: int, parameters: NamedP
     return make(parameters)
 
 
+def _groups(optimizers: Mapping[int, StageOptimizer]) -> dict[int, list[dict[str, Any]]]:
+    return {index: stage.wrapped.param_groups for index, stage in optimizers.items() if stage.wrapped is not None}
+
+
 def _settings(optimizers: Mapping[int, StageOptimizer]) -> Settings:
-    return {
-        index: [settings_of(group) for group in stage.wrapped.param_groups]
-        for index, stage in optimizers.items()
-        if stage.wrapped is not None
-    }
+    return {index: [settings_of(group) for group in groups] for index, groups in _groups(optimizers).items()}

@@ -31,6 +31,7 @@ __all__ = [
     "Settings",
     "StateCopy",
     "bare",
+    "digest_of",
     "rank_state",
     "settings_of_groups",
 ]
@@ -76,6 +77,8 @@ class RankUpdate(NamedTuple):
     updated: list[int]
     #: The buffers after the step.
     buffers: dict[str, Tensor]
+    #: The digest of the weights after the step.
+    digest: Tensor
 
 
 #: Makes the optimizer of a copied stage from the stage's number and its parameters.
@@ -114,6 +117,17 @@ def rank_state(run: LiveRun, optimizers: Mapping[int, StageOptimizer], buffers: 
 def settings_of_groups(state: RankState) -> dict[int, list[dict[str, Any]]]:
     """Return the settings of each parameter group, keyed by stage."""
     return {index: [group.settings for group in stage.groups] for index, stage in state.optimizers.items()}
+
+
+def digest_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one number for each tensor, which shows with near certainty whether the bits of two tensors differ."""
+    return torch.tensor([_digest(tensor.detach()) for tensor in tensors], dtype=torch.int64)
+
+
+def _digest(tensor: Tensor) -> int:
+    words = tensor.to("cpu").contiguous().flatten()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(words.element_size(), torch.int64)
+    return int(words.view(kind).sum(dtype=torch.int64))
 
 
 class StateCopy:
@@ -200,6 +214,14 @@ class StateCopy:
         with torch.no_grad():
             self.buffers = _copied(self.buffers, update.buffers)
         self.version = version
+
+    def names_of_groups(self) -> dict[int, list[list[str]]]:
+        """Return the names of the parameters in each parameter group, keyed by stage."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return {
+            index: [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+            for index, optimizer in self._optimizers.items()
+        }
 
     def parts(self, run: LiveRun) -> tuple[CheckpointPart, CheckpointPart]:
         """Return the parts of a checkpoint with this state, as ``captured_here`` returns those of a run.

@@ -50,7 +50,7 @@ class LostForGood(RankLost):
 class HeldLayers(NamedTuple):
     """Layers whose state a rank holds, and the versions at which it can be."""
 
-    layers: list[str]
+    layers: Sequence[Any]
     versions: list[int]
 
 
@@ -80,7 +80,7 @@ class Decision:
     refusal: str = ""
 
 
-def common_version(reports: Mapping[int, RankReport], layers: Collection[str]) -> int | None:
+def common_version(reports: Mapping[int, RankReport], layers: Collection[Any]) -> int | None:
     """Return the latest version at which the state of all layers is held, and that no rank has passed; None if none is.
 
     A rank that waits in step k must run it, so no version above k will do.
@@ -155,7 +155,7 @@ class Survivors:
 
     """
 
-    def __init__(self, alarm: Alarm, store: Any, layers: Collection[str], timeout_s: float) -> None:
+    def __init__(self, alarm: Alarm, store: Any, layers: Collection[Any], timeout_s: float) -> None:
         self._alarm = alarm
         self._old_store = store
         self._layers = layers

@@ -357,7 +357,7 @@ class Pipeline(SavingInterface):
                 regrouping=Regrouping(
                     self._running, self._spec, self._cost_model, switch, MeshForm.of(mesh, axes, numerics, distributed)
                 ),
-                methods=Methods(self._run_step, self._replan_if_due, self._live_run),
+                methods=Methods(self._run_step, self._replan_if_due, self._live_run, self._finish_saves),
                 options=LossOptions(
                     recovers=distributed.on_failure == "recover",
                     on_recovery=distributed.on_recovery,
@@ -896,6 +896,15 @@ class Pipeline(SavingInterface):
                 "checkpoint on all ranks"
             )
         self._recovery.leave()
+
+    def _finish_saves(self) -> None:
+        """Wait for an asynchronous save. Collective."""
+        self._saver.finish(self._live_run())
+
+    def _copy_state(self) -> None:
+        """Copy the state of all ranks, if they keep copies."""
+        if self._recovery is not None:
+            self._recovery.copy_now()
 
     def _changing_state(self) -> AbstractContextManager[None]:
         """A context for a call that changes weights or states. After a loss within it, the state before counts."""

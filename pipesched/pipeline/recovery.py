@@ -36,6 +36,7 @@ from pipesched.runtime.microbatches import GivenBatch
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.output_metrics import Metrics
+from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.runtime.transport.sockets import own_host
 from pipesched.saving.capturing import captured_here
 from pipesched.saving.live_run import LiveRun
@@ -74,6 +75,8 @@ class Methods(NamedTuple):
     replan_if_due: Callable[[], None]
     #: Returns the state of the run under the running plan.
     live_run: Callable[[], LiveRun]
+    #: Waits for an asynchronous save, which a process that joins does not know.
+    finish_saves: Callable[[], None]
 
 
 class Recovery:
@@ -106,6 +109,7 @@ class Recovery:
         self._run_step = _weak(methods.run_step)
         self._replan_if_due = _weak(methods.replan_if_due)
         self._live_run = _weak(methods.live_run)
+        self._finish_saves = _weak(methods.finish_saves)
         self._options = options
         self._scaler = options.scaler
         self._redundancy: Redundancy | None = None
@@ -158,7 +162,7 @@ class Recovery:
         while True:
             try:
                 self._let_join()
-                if self._running.step != self._last_lost:
+                if self._last_lost is None or self._running.step > self._last_lost:
                     self._replan_if_due()
                 call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
@@ -199,16 +203,25 @@ class Recovery:
             self._scaler_states[step] = self._scaler.state_dict()
         with self._connected.waiting("a step"):
             self._begin(step)
-        result = self._run_step(call.given, call.metrics, **call.wanted)
+        try:
+            result = self._run_step(call.given, call.metrics, **call.wanted)
+        except Exception:
+            if self._running.step == step + 1 and not self._connected.closed:
+                self._finish(call, step, again=again)  # the step counts, such as one with gradients that are not finite
+            raise
         with self._connected.stopping_all("a step"):
             self._connected.finish_broadcast()
+        self._finish(call, step, again=again)
+        return result
+
+    def _finish(self, call: KeptCall, step: int, *, again: bool) -> None:
+        """Begin to copy the state after a step."""
         if self._redundancy is not None:
             self._redundancy.finish()
         if not again:
             self._returned = step + 1
         self._changes = self._behind = 0
         self._calls[step] = call.copied()
-        return result
 
     def _begin(self, step: int) -> None:
         running = self._running
@@ -227,6 +240,15 @@ class Recovery:
         for rank, names in zip(program.placement, self._running.cut, strict=False):
             layers[rank] += names
         return layers
+
+    def copy_now(self) -> None:
+        """Copy the state of all ranks after it was loaded. Collective."""
+        step = self._returned = self._running.step
+        self._calls, self._last_lost = {}, None
+        with self._connected.waiting("load"):
+            self._begin(step)
+            if self._redundancy is not None:
+                self._redundancy.wait()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -286,6 +308,7 @@ class Recovery:
                 return
             if redundancy is not None:
                 redundancy.wait()
+        self._finish_saves()
         begun_s = time.perf_counter()
         limit = timedelta(seconds=self._connected.timeout_s)
         connected, collectives = self._connected, self._running.host.collectives
@@ -298,9 +321,13 @@ class Recovery:
         group = NewGroup(rank=connected.rank, num_ranks=num_ranks, host=address[0], port=address[1], step=step)
         if connected.rank == 0:
             self._accept(group, work, before)
-        new = self._regrouping.connect(group, work, store, connected.encoding)
-        with self._new_alarm(new):
-            self._regrouping.take_over(new, work, {rank: rank for rank in range(before)}, parts, step)
+        try:
+            new = self._regrouping.connect(group, work, store, connected.encoding)
+            with self._new_alarm(new):
+                self._regrouping.take_over(new, work, {rank: rank for rank in range(before)}, parts, step)
+        except RuntimeError as error:  # such as a newcomer that has ended meanwhile
+            with connected.stopping_all("letting a process join"):
+                raise ConnectionLostError(str(error)) from error
         connected.survives = False
         connected.close()
         self._settle_in(None if redundancy is None else redundancy.kept)
@@ -385,7 +412,7 @@ class Recovery:
             raise LostForGood("a rank was lost before any state was copied; start the job again")
         redundancy.settle()
         if self._survivors is None:
-            layers = list(self._spec.layers)
+            layers = range(len(self._spec.layers))
             self._survivors = Survivors(connected.alarm, connected.store, layers, connected.timeout_s)
             self._work = SharedWork.of(self._running)
         survivors, waits_in = self._survivors, self._returned
@@ -413,10 +440,11 @@ class Recovery:
         self._past.append(connected.alarm)
         self._settle_in(redundancy.kept)
         self._change_settings(changes, step)
+        found = self._tell(step, begun_s, lost=names)  # on all ranks at once, because the user may call collectives
         for missed in range(step, waits_in):
             self._stepped(self._divided_call(self._calls[missed], is_new=False), again=True)
             self._change_settings(changes, missed + 1)
-        return self._tell(step, begun_s, lost=names)
+        return found
 
     @contextmanager
     def _new_alarm(self, host: RankHost) -> Iterator[None]:
@@ -435,7 +463,9 @@ class Recovery:
         self._base, self._survivors, self._assembly, self._redundancy = self._connected, None, None, None
         self._is_whole = True
         if self._running.host.grid.num_processes > 1:
-            self._redundancy = Redundancy(self._connected, self._make, self._count_newcomers, kept)
+            self._redundancy = Redundancy(
+                self._connected, self._make, self._count_newcomers, kept, self._regrouping.form.intra_op_threads
+            )
         self._connected.alarm.answer_with(self._newcomers.answer)
         if self._options.rendezvous is not None and self._connected.rank == 0:
             publish(self._options.rendezvous, self._connected.alarm.addresses)
@@ -444,6 +474,12 @@ class Recovery:
         """Exchange what the ranks that go on must know: batches, if there were replicas, and changes of settings."""
         gather = host.collectives.gathered_in_all
         self._last_lost = last = max(gather(waits_in))
+        if any(gather(redundancy.is_changed)):
+            raise LostForGood(
+                f"a loss may fall back to the state before a change that your code has made to weights, buffers or "
+                f"states, and that no copy has yet; the change was made before step {last}; start the job again from "
+                f"the last checkpoint"
+            )
         most = max(gather(self._changes))
         self._behind, self._changes = most - self._changes, most
         calls = {known: call for known, call in self._calls.items() if known >= step}
@@ -465,18 +501,42 @@ class Recovery:
 
     def _report(self, redundancy: Redundancy) -> RankReport:
         """Return what this rank holds."""
+        numbers = {name: number for number, name in enumerate(self._spec.layers)}
         held = redundancy.held_layers(live=self._is_whole and not self._switch.is_moving)
-        return RankReport([HeldLayers(*one) for one in held], self._returned)
+        every = [HeldLayers([numbers[name] for name in layers], versions) for layers, versions in held]
+        return RankReport(every, self._returned)
 
     def _change_settings(self, changes: Sequence[SettingsChange], step: int) -> None:
-        """Give the optimizers the learning rates and other settings that the user has changed before a step."""
+        """Give the optimizers the learning rates and other settings that the user has changed before a step.
+
+        If the rank that knew the settings of a parameter is lost, those of a group that had the same settings count.
+        """
+        names, due = self._live_run().names, [change for change in changes if change.step == step]
+        of_name = {name: change for change in due for name in change.names}
         for optimizer in self._running.assembly.optimizers.values():
-            for number, group in enumerate(optimizer.param_groups):
+            for number, group in enumerate(list(optimizer.param_groups)):
                 own = settings_of(group)
-                fitting = [change for change in changes if change.step == step and change.before == own]
-                best = next((change for change in fitting if change.number == number), next(iter(fitting), None))
-                if best is not None:
-                    group.update(best.now)
+                alike = [change for change in due if change.before == own]
+                guess = next((change for change in alike if change.number == number), next(iter(alike), None))
+                found = [of_name.get(names[id(parameter)], guess) for parameter in group["params"]]
+                settings = [own if change is None else change.now for change in found]
+                _split(optimizer, group, settings)
+
+
+def _split(optimizer: Optimizer, group: dict[str, Any], settings: Sequence[dict[str, Any]]) -> None:
+    """Give each parameter of a group its settings. Those that differ from the first one's get groups of their own."""
+    parts: list[tuple[dict[str, Any], list[Any]]] = []
+    for parameter, own in zip(group["params"], settings, strict=True):
+        known = next((members for other, members in parts if other == own), None)
+        if known is None:
+            parts.append((own, [parameter]))
+        else:
+            known.append(parameter)
+    for number, (own, members) in enumerate(parts):
+        if number == 0:
+            group.update({**own, "params": members})
+        else:
+            optimizer.param_groups.append({**own, "params": members})
 
 
 def _weak(method: Callable[..., T]) -> Callable[..., T]:

@@ -228,7 +228,11 @@ class SavingInterface(ModuleInterface):
         self._guard.check(changes=True)
         self._running.step = restored.step
         self._running.seed = restored.seed
+        self._copy_state()
         return restored
+
+    def _copy_state(self) -> None:
+        """Copy the state of all ranks, if they keep copies."""
 
     def _changing_state(self) -> AbstractContextManager[None]:
         """A context for a call that changes weights or states."""

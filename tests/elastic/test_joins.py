@@ -106,7 +106,7 @@ def test_a_rank_that_is_left_alone_takes_in_another(job: Job) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind])
 def test_a_rank_of_each_kind_of_pipeline_is_lost(job: Job, kind: str) -> None:
-    job.start(Script(kind=kind), Script(kind=kind, kill_before=3), Script(kind=kind))
+    job.start(Script(kind=kind), Script(kind=kind, kill_before=8), Script(kind=kind))
     check(*job.results([0, 2]), kind=kind)
 
 

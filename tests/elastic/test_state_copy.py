@@ -246,7 +246,7 @@ def test_a_copy_has_no_version_before_its_first_load_and_after_a_failed_change()
     copy = StateCopy(lambda _, params: owner.make(params))
     assert copy.version is None
     copy.load(owner.state(), 0)
-    wrong = RankUpdate({}, [5], {})
+    wrong = RankUpdate({}, [5], {}, torch.zeros(0))
     with pytest.raises(KeyError):
         copy.replay(wrong, 1)
     assert copy.version is None

@@ -146,7 +146,8 @@ class Owner:
         self.model.zero_grad()
         self.version += 1
         updated = [index for index in updated if self.optimizers[index].wrapped is not None]
-        return RankUpdate(gradients, updated, {name: own.clone() for name, own in self.buffers.items()})
+        buffers = {name: own.clone() for name, own in self.buffers.items()}
+        return RankUpdate(gradients, updated, buffers, torch.zeros(0))  # a StateCopy does not read the digest
 
     def train(self) -> None:
         """Run a step as a stage does."""

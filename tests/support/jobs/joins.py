@@ -52,6 +52,18 @@ class Tied(nn.Module):
         return self.last(self.inner(self.first(x)))  # type: ignore[no-any-return]
 
 
+class InPlace(torch.optim.SGD):
+    """An optimizer of the old kind, which writes to gradients so that nobody sees it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.data.add_(parameter.data, alpha=0.1)
+        return super().step(closure)
+
+
 class Loss(nn.Module):
     """A loss with weights."""
 
@@ -94,6 +106,9 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "non-finite": lambda: {"numerics": Numerics(on_nonfinite="skip")},
     "two groups": lambda: {"optimizer": in_groups},
     "momentum": lambda: {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True)},
+    "writes to gradients": lambda: {"optimizer": lambda params: InPlace(params, lr=0.05)},
+    "data changed by hand": dict,
+    "rates by stage": dict,
     "compile": lambda: {"compile": True},
     "checkpoint": lambda: {"checkpoint": "always"},
     "zb-v": lambda: {"schedule": "zb-v"},
@@ -173,6 +188,7 @@ def _trained(pipe: Pipeline, script: Script, told: Sequence[Recovered]) -> dict[
             assert pipe._recovery is not None
             while not (pipe._recovery._newcomers.waiting or any(one.joined for one in told)):
                 time.sleep(0.01)
+        change_by_hand(pipe, script.kind, step)
         x, y = batch(step)
         losses[step] = pipe.step(x, target=y).item()
         time.sleep(script.pause_s)
@@ -181,12 +197,24 @@ def _trained(pipe: Pipeline, script: Script, told: Sequence[Recovered]) -> dict[
     return {"losses": losses, "weights": digest(weights)}
 
 
+def change_by_hand(pipe: Pipeline, kind: str, step: int) -> None:
+    """Change weights or learning rates before a step, as a user's code may do."""
+    if kind == "data changed by hand" and step == 1:
+        for parameter in pipe.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+    if kind == "rates by stage":
+        for optimizer in pipe.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * 0.9**step
+
+
 def undisturbed(num_steps: int, kind: str = "") -> tuple[list[float], str]:
     """Return the losses of a run in one process, and a digest of its weights."""
     x, _ = batch(0)
     with Pipeline(model(kind), x[: ROWS // MICROBATCHES], devices=["cpu"] * 2, **options(kind)) as pipe:
         losses = []
         for step in range(num_steps):
+            change_by_hand(pipe, kind, step)
             x, y = batch(step)
             losses.append(pipe.step(x, target=y).item())
         return losses, digest(pipe.full_state_dict())
