@@ -47,8 +47,9 @@ def launch(tmp_path, monkeypatch, capfd):
     """Return a function that runs ranks of a script; it returns the exit code, and the lines of stdout and stderr.
 
     The command runs in this process, which has imported torch already. Signals that a rank sends to its parent reach
-    the command, because it catches them while ranks run.
+    the command, because it catches them while ranks run. A process in the background ignores some of them otherwise.
     """
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -59,7 +60,9 @@ def launch(tmp_path, monkeypatch, capfd):
         said = capfd.readouterr()
         return ended.value.code, sorted(said.out.splitlines()), said.err.splitlines()
 
-    return launch
+    yield launch
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def timeless(lines):

@@ -209,7 +209,7 @@ def test_a_kind_runs_on_fake_stages_on_a_virtual_clock_and_on_threads(kind):
 @pytest.mark.parametrize("kind", [kind for kind in Kind if not (kind.row.costs or kind.row.transfer)])
 def test_a_time_without_a_field_of_its_own_is_the_same_on_fake_stages_and_in_the_simulator(kind):
     program = program_with(kind)
-    untimed, timed = (Costs.uniform(2, other_s={kind: seconds}) for seconds in (0, 3))
+    untimed, timed = (Costs.uniform(2, other_s={kind: seconds}) for seconds in (0, 30))  # longer than a bubble
 
     assert run_fake(program, timed).makespan_s == simulate(program, timed).makespan_s
     assert simulate(program, timed).makespan_s > simulate(program, untimed).makespan_s
