@@ -23,7 +23,6 @@ QUICK = [
     LossCase("sys.exit(3)", "copy sent", 1),
     LossCase("link, alarms too", "copy", 2),
     LossCase("SIGKILL", "B", 0, second=2, second_moment="again"),
-    LossCase("SIGKILL", "between steps", 1, second=2, second_moment="between steps"),
     LossCase("SIGKILL", "F", 0, num_ranks=2),
     LossCase("SIGKILL", "update", 3, replicas=2),
 ]
