@@ -340,25 +340,39 @@ class Recovery:
             self._newcomers.accept(name, {**common, "group": {**asdict(group), "rank": rank}})
 
     def _join(self) -> None:
-        """Join a running job. This process has made its pipeline by itself so far."""
+        """Join a running job. This process has made its pipeline by itself so far.
+
+        If the job loses a rank meanwhile, its ranks go on without this process, which then asks again.
+        """
         begun_s = time.perf_counter()
         assert self._options.rendezvous is not None  # was checked
-        running = self._running
-        alone = running.host
-        found = asked_to_join(self._options.rendezvous, self._regrouping.form.timeout_s)
-        self._regrouping.form = self._regrouping.form.like(found["form"])
-        group, work = NewGroup(**found["group"]), SharedWork(**found["work"])
-        running.seed = found["seed"]
-        host = self._regrouping.connect(group, work, None, None)
-        self._base = host.maker.connected  # type: ignore[union-attr]
-        learn_decided_types(host.collectives, *_SENT)
-        learn_step_types(host.collectives)
-        with self._new_alarm(host):
-            self._regrouping.take_over(host, work, {}, [], group.step)
+        alone = self._running.host
+        while True:
+            found = asked_to_join(self._options.rendezvous, self._regrouping.form.timeout_s)
+            try:
+                group = self._join_as(found)
+                break
+            except RuntimeError:
+                if self._running.host is not alone:
+                    raise
         alone.close()
         self._settle_in(None)
         self._returned = group.step
         self._tell(group.step, begun_s, joined=group.num_ranks)
+
+    def _join_as(self, found: Mapping[str, Any]) -> NewGroup:
+        """Become the rank that the job's answer states."""
+        self._regrouping.form = self._regrouping.form.like(found["form"])
+        group, work = NewGroup(**found["group"]), SharedWork(**found["work"])
+        self._running.seed = found["seed"]
+        host = self._regrouping.connect(group, work, None, None)
+        assert host.maker is not None
+        self._base = host.maker.connected
+        learn_decided_types(host.collectives, *_SENT)
+        learn_step_types(host.collectives)
+        with self._new_alarm(host):
+            self._regrouping.take_over(host, work, {}, [], group.step)
+        return group
 
     def _tell(self, step: int, begun_s: float, *, lost: Sequence[str] = (), joined: int = 0) -> Recovered:
         """Return and log the outcome of a change of ranks, and tell the user's function of it."""
