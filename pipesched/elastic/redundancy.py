@@ -115,7 +115,7 @@ class SettingsChange(NamedTuple):
 
 @dataclass
 class _Step:
-    """What a step adds to the state of a rank."""
+    """The gradients of a step under way, and the stages that it has updated."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
     #: The number of in-place changes of each gradient before its update.
@@ -450,7 +450,7 @@ class Redundancy:
 
 
 def _change(copy: StateCopy, state: RankState | None, settings: Settings | None, step: int) -> None:
-    """Bring to a copy what the user has changed before a step."""
+    """Apply the user's changes between two steps to a copy."""
     if state is not None:
         before = copy.settings
         copy.load(state, step)

@@ -34,6 +34,7 @@ __all__ = [
     "Survivors",
     "common_version",
     "connected_part",
+    "hosted_store",
     "may_go_on",
     "store_at",
 ]
@@ -55,7 +56,7 @@ class HeldLayers(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What a rank reports to the one that leads."""
+    """The states that a rank holds, and where it is, for the rank that leads."""
 
     held: list[HeldLayers]
     #: The number of steps that have returned on this rank.
@@ -118,8 +119,19 @@ def connected_part(leader: int, reports: Mapping[int, RankReport]) -> list[int]:
     return members
 
 
-def store_at(host: str, port: int, limit: timedelta, *, is_host: bool = False) -> Any:
-    """Return a store; with ``is_host`` this process hosts it, at a free port if ``port`` is 0."""
+def hosted_store(near: Any, timeout_s: float) -> tuple[str, Any]:
+    """Host a store at a free port of this process. Return the address by which ``near``, another store, is reached."""
+    host = own_host(near)
+    return host, _store(host, 0, timeout_s, is_host=True)
+
+
+def store_at(host: str, port: int, timeout_s: float) -> Any:
+    """Return the store that another process hosts."""
+    return _store(host, port, timeout_s, is_host=False)
+
+
+def _store(host: str, port: int, timeout_s: float, *, is_host: bool) -> Any:
+    limit = timedelta(seconds=timeout_s)
     return distributed.TCPStore(host, port, None, is_host, limit, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
@@ -250,8 +262,7 @@ class Survivors:
         reports = {rank: known[self._attempt, rank] for rank in self._alive()}
         members = connected_part(self._alarm.rank, reports)
         version = common_version({rank: reports[rank] for rank in members}, self._layers)
-        host = own_host(self._old_store)
-        self.store = store_at(host, 0, timedelta(seconds=self._timeout_s), is_host=True)
+        host, self.store = hosted_store(self._old_store, self._timeout_s)
         alone = len(reports) == 1 and self._alarm.rank in self._alarm.blamed
         refusal = "" if may_go_on(members, self._silent) and not alone else self._cut_off(members)
         return Decision(members=members, version=version, host=host, port=self.store.port, refusal=refusal)

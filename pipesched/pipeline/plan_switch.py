@@ -6,7 +6,7 @@ the state is sent to the processes that need it (`pipesched.elastic.state_transf
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from torch import Tensor, nn
@@ -36,7 +36,9 @@ from pipesched.tensors.meta_tensors import put_away
 from pipesched.units import counted
 from pipesched.user_warning import warn
 
-__all__ = ["PlanSwitch", "UserStates"]
+__all__ = ["PlanSwitch", "UserStates", "weakly"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +100,10 @@ class PlanSwitch:
         self._spec = spec
         self._roots = roots
         self._guard = guard
-        self._live_run_of = WeakMethod(live_run)  # a pipeline that is dropped must end at once
+        self._live_run = weakly(live_run)
         self._check_replicas = check_replicas
         #: Whether a switch over processes has begun and not ended, so that tensors and states may be incomplete.
         self.is_moving = False
-
-    def _live_run(self) -> LiveRun:
-        live_run = self._live_run_of()
-        assert live_run is not None  # the pipeline calls
-        return live_run()
 
     def check(self) -> None:
         """Raise InputError if the pipeline cannot switch to another plan."""
@@ -300,6 +297,18 @@ class PlanSwitch:
             if name not in run.parameters:
                 parameter.grad = None  # has moved with the weight
         return bytes_moved(moved.messages)
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls a method without keeping its object: a pipeline that is dropped must end at once."""
+    of = WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> T:
+        own = of()
+        assert own is not None  # the object itself calls
+        return own(*args, **kwargs)
+
+    return call
 
 
 def _following(run: LiveRun, extra: Mapping[str, Any] | None) -> set[str]:

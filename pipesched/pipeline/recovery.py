@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from os import PathLike
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakMethod
+from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -22,10 +20,10 @@ from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
 from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
-from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, RankReport, Survivors, store_at
+from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, RankReport, Survivors, hosted_store
 from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
-from pipesched.pipeline.plan_switch import PlanSwitch
+from pipesched.pipeline.plan_switch import PlanSwitch, weakly
 from pipesched.pipeline.regrouping import NewGroup, Regrouping, SharedWork
 from pipesched.pipeline.replan_search import FoundPlan
 from pipesched.pipeline.running_plan import RunningPlan
@@ -37,14 +35,11 @@ from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.transport.ports import ConnectionLostError
-from pipesched.runtime.transport.sockets import own_host
 from pipesched.saving.capturing import captured_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
 
 __all__ = ["LossOptions", "Methods", "Recovery"]
-
-T = TypeVar("T")
 
 _SENT = (SettingsChange, FoundPlan)  # the types of values that only recoveries and searches send
 _LOG = logging.getLogger(__name__)
@@ -106,10 +101,10 @@ class Recovery:
         self._spec = spec
         self._switch = switch
         self._regrouping = regrouping
-        self._run_step = _weak(methods.run_step)
-        self._replan_if_due = _weak(methods.replan_if_due)
-        self._live_run = _weak(methods.live_run)
-        self._finish_saves = _weak(methods.finish_saves)
+        self._run_step = weakly(methods.run_step)
+        self._replan_if_due = weakly(methods.replan_if_due)
+        self._live_run = weakly(methods.live_run)
+        self._finish_saves = weakly(methods.finish_saves)
         self._options = options
         self._scaler = options.scaler
         self._redundancy: Redundancy | None = None
@@ -170,7 +165,7 @@ class Recovery:
                 if not self._options.recovers or isinstance(error, LostForGood) or in_vain:
                     raise
                 replicas = len(self._running.host.grid.rows)
-                in_vain = not self.recover(error).lost
+                in_vain = not self.recover().lost
                 is_new = is_new and replicas == 1
 
     def _divided_call(self, call: KeptCall, *, is_new: bool) -> KeptCall:
@@ -298,11 +293,12 @@ class Recovery:
 
     def _let_join(self) -> None:
         """Let newcomers join before a step, if all ranks know of them."""
-        step, work = self._running.step, SharedWork.of(self._running)
-        with self._connected.stopping_all("a step"):
-            redundancy = self._redundancy
+        step, redundancy, connected = self._running.step, self._redundancy, self._connected
+        with connected.stopping_all("a step"):
             count = self._count_newcomers() if redundancy is None else redundancy.newcomers_before(step)
-            before = self._connected.num_ranks
+            if not count:
+                return
+            work, before = SharedWork.of(self._running), connected.num_ranks
             num_ranks = next((n for n in range(before + count, before, -1) if n % work.num_replicas == 0), before)
             if num_ranks == before:
                 return
@@ -310,13 +306,10 @@ class Recovery:
                 redundancy.wait()
         self._finish_saves()
         begun_s = time.perf_counter()
-        limit = timedelta(seconds=self._connected.timeout_s)
-        connected, collectives = self._connected, self._running.host.collectives
         store: Any = None
         if connected.rank == 0:
-            host = own_host(connected.store)
-            store = store_at(host, 0, limit, is_host=True)
-        address = collectives.agreed(lambda: (host, store.port))
+            host, store = hosted_store(connected.store, connected.timeout_s)
+        address = self._running.host.collectives.agreed(lambda: (host, store.port))
         parts = [*captured_here(self._live_run())]
         group = NewGroup(rank=connected.rank, num_ranks=num_ranks, host=address[0], port=address[1], step=step)
         if connected.rank == 0:
@@ -394,11 +387,8 @@ class Recovery:
 
     # ---- after a loss ----------------------------------------------------------------------------------------------
 
-    def recover(self, error: RankLost | None = None) -> Recovered:
+    def recover(self) -> Recovered:
         """Go on with the ranks that live. Collective over the ranks that live.
-
-        Args:
-            error: the error that the loss has raised. Default: None.
 
         Raises:
             InputError: no rank is lost.
@@ -551,15 +541,3 @@ def _split(optimizer: Optimizer, group: dict[str, Any], settings: Sequence[dict[
             group.update({**own, "params": members})
         else:
             optimizer.param_groups.append({**own, "params": members})
-
-
-def _weak(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls a method without keeping its object: a pipeline that is dropped must end at once."""
-    of = WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> T:
-        own = of()
-        assert own is not None  # the object itself calls
-        return own(*args, **kwargs)
-
-    return call

@@ -145,8 +145,6 @@ class Regrouping:
         self._cost_model = cost_model
         self._switch = switch
         self.form = form
-        #: The mesh of the ranks; None before the first regrouping.
-        self.mesh: DeviceMesh | None = None
         self._store: Any = None  # torch's default group uses it
         #: The slow ranks before an attempt that has not been completed, keyed by their old numbers.
         self._slow: dict[Any, float] | None = None
@@ -172,21 +170,20 @@ class Regrouping:
             encoding: the types that earlier connections of this rank know; None if it had none.
 
         """
-        limit = timedelta(seconds=self.form.timeout_s)
+        form = self.form
         sums, backend = self._running.host.sums, "gloo"
         if sums is not None:
             sums.close()
         if distributed.is_initialized():
             backend = distributed.get_backend_config()
             distributed.destroy_process_group()
-        self._store = store or store_at(group.host, group.port, limit)
+        self._store = store or store_at(group.host, group.port, form.timeout_s)
+        limit = timedelta(seconds=form.timeout_s)
         distributed.init_process_group(
             backend, store=self._store, rank=group.rank, world_size=group.num_ranks, timeout=limit
         )
-        form = self.form
-        self.mesh = form.mesh_of(group.num_ranks, self.num_replicas(group.num_ranks, work))
         host = host_of_mesh(
-            self.mesh,
+            form.mesh_of(group.num_ranks, self.num_replicas(group.num_ranks, work)),
             form.intra_op_threads,
             form.timeout_s,
             form.inputs,

@@ -205,7 +205,7 @@ def test_the_lowest_rank_that_lives_leads_and_hosts_the_store():
         ranks.lose(0)
         decision = the_one(ranks.agree([1, 2]))
         assert [own.store is not None for own in ranks.survivors] == [False, True, False]
-        store = store_at(decision.host, decision.port, distributed.default_pg_timeout)
+        store = store_at(decision.host, decision.port, 60.0)
         store.set("key", "value")
         assert ranks.survivors[1].store.get("key") == b"value"
 
