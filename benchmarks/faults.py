@@ -5,7 +5,8 @@
 Every fault is injected in every part of a script. One setup has a pipeline of 3 ranks, and every fault hits every rank.
 The other setups have 2 replicas of 2 ranks, and each fault hits only one rank, a different one in turn. Either FSDP2's
 ``fully_shard`` divides the weights of each stage over the replicas, or pipesched itself runs the replicas, with
-undivided states ("replicate") or divided ones (zero=2, zero=3). The store of the process group is in a separate process
+undivided states ("replicate") or divided ones (zero=2, zero=3). Two more setups keep copies of the ranks' states
+("redundancy"), in 3 ranks or in 2 replicas of 2 ranks. The store of the process group is in a separate process
 or in rank 0.
 
 A survivor is late if it has neither raised an error nor ended within the timeout plus 5 s. A survivor's error is right
@@ -26,11 +27,19 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.jobs.faults import FAULTS, PHASES, SAVING, STORES, Case, can_happen
 from tests.support.run_faults import Outcome, outcomes
 
+
+def _ranks(num_ranks: int, replicas: int, by: str) -> str:
+    if replicas > 1:
+        return f"{replicas}x{num_ranks // replicas}, {by}"
+    return f"{num_ranks} ranks, {by}" if by == "redundancy" else f"{num_ranks} ranks"
+
+
 LAYOUTS = {
-    (store, num_ranks, replicas, by): f"{f'{replicas}x2, {by}' if replicas > 1 else '3 ranks'}; store {place}"
+    (store, num_ranks, replicas, by): f"{_ranks(num_ranks, replicas, by)}; store {place}"
     for num_ranks, replicas, by in (
         (3, 1, "fully_shard"),
-        *((4, 2, by) for by in ("fully_shard", "replicate", "zero=2", "zero=3")),
+        *((4, 2, by) for by in ("fully_shard", "replicate", "zero=2", "zero=3", "redundancy")),
+        (3, 1, "redundancy"),
     )
     for store, place in zip(STORES, ("in a separate process", "in rank 0"), strict=True)
     if by in ("fully_shard", "zero=3") or store == STORES[0]

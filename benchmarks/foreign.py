@@ -3,6 +3,7 @@
     python benchmarks/foreign.py                # 2,000 cases
     python benchmarks/foreign.py --each 10      # 10 cases of every variant by itself: a table
     python benchmarks/foreign.py --seeds 152 267
+    python benchmarks/foreign.py --redundancy   # only the cases over two ranks, which keep copies of their states
 
 Each seed draws one to three kinds of code that people write (`foreign_kinds`): what losses read, weights changed in
 forward, attributes, contexts, checkpointing of the model's own, ranks that differ, rows in lists. A case trains two
@@ -28,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from foreign_case import Case, Outcome, outcome_of
@@ -39,13 +40,20 @@ SEVERITY = ["same bits", "close", "refused", "late", "raw", "silent", "hang"]
 PASSES = SEVERITY[:3]
 PATIENCE_S = 90.0
 
-Draw = tuple[int, str | None]  # a seed, and the only "kind: variant" of the case
+
+class Draw(NamedTuple):
+    """A case to draw."""
+
+    seed: int
+    only: str | None  #: the only "kind: variant" of the case
+    redundancy: bool
 
 
 def drawn(task: Draw) -> Case:
     """Return the case of a task."""
-    seed, only = task
-    return draw_case(seed, only)
+    case = draw_case(task.seed, task.only)
+    case.redundancy = task.redundancy
+    return case
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -186,13 +194,13 @@ def table(results: Sequence[tuple[Draw, Case, Outcome]]) -> None:
     print("| Issue | Kind: variant | Outcomes | Seed of the worst |\n|---|---|---|---|")
     for variant in variants():
         name = f"{variant.kind}: {variant.name}"
-        own = [(task, outcome) for task, case, outcome in results if task[1] == name]
+        own = [(task, outcome) for task, case, outcome in results if task.only == name]
         if not own:
             continue
         counts = Counter(outcome.word for _, outcome in own)
         said = ", ".join(f"{counts[word]} {word}" for word in SEVERITY if counts[word])
         worst = max(own, key=lambda pair: SEVERITY.index(pair[1].word))
-        print(f"| {variant.issue} | {name} | {said} | {worst[0][0]} |")
+        print(f"| {variant.issue} | {name} | {said} | {worst[0].seed} |")
 
 
 def main() -> None:
@@ -205,19 +213,23 @@ def main() -> None:
     parser.add_argument("--only", help='with --each: only this "kind: variant"')
     parser.add_argument("--jobs", type=int, default=2, help="the number of processes (default: 2)")
     parser.add_argument("--results", type=Path, help="write the outcomes to this file, one JSON line each")
+    parser.add_argument("--redundancy", action="store_true", help="only cases over two ranks, with redundancy=")
     given = parser.parse_args()
     seeds = given.seeds or range(given.first, given.first + given.cases)
-    tasks: list[Draw] = [(seed, None) for seed in seeds]
+    tasks = [Draw(seed, None, given.redundancy) for seed in seeds]
     if given.each:
         names = [f"{variant.kind}: {variant.name}" for variant in variants()]
-        tasks = [(seed, name) for name in names if given.only in (None, name) for seed in range(given.each)]
+        wanted = [name for name in names if given.only in (None, name)]
+        tasks = [Draw(seed, name, given.redundancy) for name in wanted for seed in range(given.each)]
+    if given.redundancy:
+        tasks = [task for task in tasks if drawn(task).world > 1]
     results = []
     for task, case, outcome in outcomes_of(tasks, given.jobs):
         results.append((task, case, outcome))
         if outcome.word not in PASSES or given.seeds:
-            print(f"seed {task[0]}: {outcome.word}: {' + '.join(case.kinds)}: {outcome.detail}", flush=True)
+            print(f"seed {task.seed}: {outcome.word}: {' + '.join(case.kinds)}: {outcome.detail}", flush=True)
         if given.results is not None:
-            line = {"seed": task[0], "kinds": case.kinds, "world": case.world, "outcome": outcome.word}
+            line = {"seed": task.seed, "kinds": case.kinds, "world": case.world, "outcome": outcome.word}
             with given.results.open("a") as file:
                 file.write(json.dumps(line | {"detail": outcome.detail}) + "\n")
     if given.each:

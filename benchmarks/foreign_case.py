@@ -6,7 +6,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from pipesched import Microbatch, Pipeline
+from pipesched import Distributed, Microbatch, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
 
@@ -117,6 +118,8 @@ class Run(ABC):
         self.step_number = 0
         #: Values that are compared bit by bit, in order.
         self.seen: list[Any] = []
+        #: Whether a step updates the weights.
+        self.updates = False
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
@@ -136,7 +139,7 @@ class Run(ABC):
 
     def train(self) -> None:
         """Train STEPS steps."""
-        optimizer = torch.optim.SGD(self.parameters(), RATE)
+        optimizer = None if self.updates else torch.optim.SGD(self.parameters(), RATE)
         for code in self.case.once_made:
             code(self)
         for number in range(STEPS):
@@ -148,11 +151,15 @@ class Run(ABC):
                 for context in self.case.around:
                     stack.enter_context(context())
                 self.case.call(self, batch)
-            self.seen.append([None if p.grad is None else p.grad.clone() for p in self.net.parameters()])
+            if not self.case.redundancy:
+                self.seen.append([None if p.grad is None else p.grad.clone() for p in self.net.parameters()])
             for code in self.case.after_step:
                 code(self)
-            optimizer.step()
-            optimizer.zero_grad()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            if self.case.redundancy:
+                self.seen.append([p.detach().clone() for p in self.net.parameters()])
         self.seen.append([buffer.clone() for buffer in self.net.buffers()])
 
 
@@ -205,6 +212,10 @@ class PipelineRun(Run):
         first = case.part(case.batch(0, rank), *case.bounds[0])
         sample = first.inputs if case.sample is None else case.sample(first.inputs)
         options = {key: value() if callable(value) else value for key, value in case.options.items()}
+        if case.redundancy and not case.alone:
+            self.updates = True
+            options["distributed"] = replace(options.get("distributed", Distributed()), redundancy="neighbour")
+            options["optimizer"] = partial(torch.optim.SGD, lr=RATE)
         self.pipe = Pipeline(
             self.net,
             sample,
@@ -289,6 +300,7 @@ class Case:
     early_optimizer: bool = False  #: whether the optimizer gets the model's parameters before there is a pipeline
     alone: bool = False  #: whether each process makes a pipeline of its own
     other_batches: bool = False  #: whether ranks pass different batches
+    redundancy: bool = False  #: whether the pipeline updates the weights, and keeps copies of its ranks' states
 
     def place(self, make: Callable[[], nn.Module]) -> int:
         """Put a layer in the place of a Block, and return its index."""

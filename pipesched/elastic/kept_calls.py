@@ -4,7 +4,7 @@ If the number of replicas changes, the batches are divided anew: each replica ge
 their order over all replicas, so that the same micro-batches are added up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,7 +14,10 @@ from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.payload import pytree
 
-__all__ = ["KeptCall", "divided_anew", "of_replica"]
+__all__ = ["KEPT_BATCHES", "KeptCall", "batches_of_first", "divided_anew", "of_replica"]
+
+KEPT_BATCHES = "kept batches"  # the kind of exchange that gives rank 1 a copy of the batch that only rank 0 passes
+_NO_BATCH = GivenBatch((), {})
 
 #: The inputs (args, kwargs) and the target of a micro-batch.
 _Parts = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -29,26 +32,51 @@ class KeptCall(NamedTuple):
     wanted: Mapping[str, bool]
     #: Divides the batch.
     splitter: Splitter
-    #: The replica whose batch this is, and the number of replicas.
+    #: The replica of the process that made the call, and the number of replicas.
     replica: int
     num_replicas: int
 
     def copied(self) -> "KeptCall":
         """Return a copy, because the caller may change its batch once a step has returned."""
-        return self._replace(given=pytree.tree_map_only(Tensor, _clone, self.given))
+        return self._replace(given=_given(pytree.tree_map_only(Tensor, _clone, _plain(self.given))))
 
-    def in_microbatches(self) -> list[_Parts]:
-        """Return the micro-batches."""
+    def in_microbatches(self, num_replicas: int = 1) -> list[_Parts]:
+        """Return the micro-batches. ``num_replicas`` is the number of replicas whose batches were passed as one."""
         args, kwargs, target, microbatches = self.given
-        split = self.splitter
-        batch = split.batch(args, kwargs, target) if microbatches is None else split.as_given(microbatches)
+        if microbatches is None:
+            batch = self.splitter.batch(args, kwargs, target, num_replicas=num_replicas)
+        else:
+            batch = self.splitter.as_given(microbatches, num_replicas=num_replicas)
         targets = batch.targets or [None] * len(batch.inputs)
         return [(*inputs, target) for inputs, target in zip(batch.inputs, targets, strict=True)]
 
     def over(self, microbatches: Sequence[_Parts], replica: int, num_replicas: int) -> "KeptCall":
         """Return the same call for the micro-batches of another replica."""
-        parts = [Microbatch(*args, target=target, **kwargs) for args, kwargs, target in microbatches]
-        return self._replace(given=GivenBatch((), {}, None, parts), replica=replica, num_replicas=num_replicas)
+        given = _given((*_NO_BATCH[:3], microbatches))
+        return self._replace(given=given, replica=replica, num_replicas=num_replicas)
+
+    def sent(self) -> Any:
+        """Return the batch in a form that can be sent."""
+        return _plain(self.given)
+
+    def with_sent(self, arrived: Any) -> "KeptCall":
+        """Return the same call with a batch that another rank has sent."""
+        return self._replace(given=_given(arrived))
+
+
+def _plain(given: GivenBatch) -> tuple[Any, ...]:
+    """Return a batch as tuples, lists and dicts."""
+    parts = given.microbatches
+    if parts is None:
+        return (*given[:3], None)
+    return (*given[:3], [(one.args, one.kwargs, one.target) for one in parts])
+
+
+def _given(plain: tuple[Any, ...]) -> GivenBatch:
+    args, kwargs, target, parts = plain
+    if parts is not None:
+        parts = [Microbatch(*own, target=its_target, **its_kwargs) for own, its_kwargs, its_target in parts]
+    return GivenBatch(tuple(args), kwargs, target, parts)
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -86,6 +114,32 @@ def divided_anew(host: RankHost, calls: Mapping[int, KeptCall]) -> dict[int, lis
             size = len(every) // len(grid.rows)
             divided[step] = every[size * grid.replica : size * (grid.replica + 1)]
     return divided
+
+
+def batches_of_first(host: RankHost, calls: Mapping[int, KeptCall], steps: Iterable[int]) -> dict[int, Any]:
+    """Return, for each step, the batch that this process passes if only rank 0 passes batches. Collective.
+
+    That is the batch on rank 0, and no batch on the other ranks. None if no rank that lives has the batch.
+
+    Args:
+        host: the ranks that go on.
+        calls: the calls of this process, keyed by step.
+        steps: the steps.
+
+    """
+    grid = host.grid
+    own = {
+        step: call.sent()
+        if call.num_replicas == len(grid.rows)
+        else (*_NO_BATCH[:3], call.in_microbatches(call.num_replicas))
+        for step, call in calls.items()
+        if call.given.is_given
+    }
+    held = {step: plain for known in reversed(host.collectives.gathered_in_all(own)) for step, plain in known.items()}
+    batches: dict[int, Any] = dict.fromkeys(steps)
+    for step in batches.keys() & held.keys():
+        batches[step] = _NO_BATCH if grid.rank else _given(held[step])
+    return batches
 
 
 def of_replica(host: RankHost, parts: Sequence[_Parts] | None) -> list[_Parts] | None:

@@ -13,6 +13,7 @@ that changes.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,8 +39,10 @@ from pipesched.elastic.state_copy import (
     settings_of_groups,
 )
 from pipesched.model.named_parameters import NamedParameters
+from pipesched.program.actions import Kind
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, LaneJob
+from pipesched.runtime.stage.copied_stage import CopiedStage, Times
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
@@ -181,26 +184,37 @@ class Redundancy:
         self.is_changed = False
         self._sends_states = False  # because updates that run again do not give the same weights
         self._failure: BaseException | None = None
+        #: When the lane ran the last commit: the start and the end of each kind of action, and the start of the step.
+        self._times: dict[Kind, tuple[float, float]] = {}
+        self._begun_s = 0.0
         self._layers: Sequence[str] = ()
         self._lane = CollectiveLane(self._device)
         self._exchange: Exchange | None = None
         at_exit = Finalize(
             None, _end_at_exit, (self._lane.close, self._lane.thread, connected.hang_ups_beside), exitpriority=0
         )
-        self._forget_exit = finalize(self, at_exit.cancel)
-        self._forget_exit.atexit = False
+        self._end = finalize(self, _end_lane, self._lane, at_exit.cancel)
+        self._end.atexit = False
         self._job = self._start(self._connect)
 
     def _empty(self) -> KeptStates:
         return KeptStates(own=StateCopy(self._bare), neighbour=StateCopy(partial(_made, self._make)))
 
-    def use(self, stages: Mapping[int, Stage], run: LiveRun, layers: Sequence[Sequence[str]], step: int) -> None:
+    def use(
+        self,
+        stages: Mapping[int, Stage],
+        copied: Mapping[int, CopiedStage],
+        run: LiveRun,
+        layers: Sequence[Sequence[str]],
+        step: int,
+    ) -> None:
         """Keep copies of the states of other stages from now on, and begin a step. Collective.
 
         What is kept so far stays until all ranks hold the new copies.
 
         Args:
             stages: the stages of this process.
+            copied: the stages of the neighbour.
             run: the state of the run. Its tensors are those of the stages.
             layers: the layers of each rank of the pipeline.
             step: the number of steps so far.
@@ -211,6 +225,10 @@ class Redundancy:
         self._optimizers = {index: stage.optimizer for index, stage in stages.items() if stage.optimizer.parameters}
         for index, optimizer in self._optimizers.items():
             optimizer.before_step = partial(self._before_update, index)
+        for number, stage in enumerate([*stages.values()]):
+            stage.copy_times = _StageTimes(self, is_first=not number)
+        for number, other in enumerate(copied.values()):
+            other.copy_times = _StageTimes(self, is_first=not number)
         grid = self._connected.grid
         row, position = grid.pipeline, grid.position
         alone = len(grid.rows) > 1 or len(row) == 1  # the other replicas hold the same state
@@ -247,6 +265,7 @@ class Redundancy:
     def begin(self, step: int) -> None:
         """Begin a step: send what the user has changed since the last one, such as learning rates."""
         self._live = step
+        self._begun_s = time.perf_counter()
         self._step = _Step()
         fingerprint = self._fingerprint()
         state = None
@@ -296,6 +315,7 @@ class Redundancy:
         gives_gradients = self._step.is_intact and not self._sends_states
         gradients, updated = (self._step.gradients, self._step.updated) if gives_gradients else (None, [])
         self._known = self._fingerprint()
+        self._times = {}
         self._job = self._start(partial(self._commit, gradients, updated, state, version))
         self._commits = {known: job for known, job in self._commits.items() if known >= version - 1}
         self._commits[version] = self._job
@@ -311,6 +331,16 @@ class Redundancy:
         if version in self._commits:
             self._commits[version].wait(self._connected.check_peers)
         return self._known_newcomers.get(version, 0)
+
+    def times(self, kind: Kind, *, is_first: bool) -> Times:
+        """Return when actions of a kind ran that belong to the present step. The lane may have begun them before it.
+
+        The lane serves all stages of a rank at once. Their first action gets the time, and the others none of it.
+        """
+        if kind not in self._times:
+            return {}
+        start_s, end_s = (max(self._begun_s, own) for own in self._times[kind])
+        return {0: (start_s if is_first else end_s, end_s)}
 
     # ---- after a loss ----------------------------------------------------------------------------------------------
 
@@ -375,8 +405,7 @@ class Redundancy:
 
     def end(self) -> None:
         """Let the lane end once its job has ended."""
-        self._forget_exit()
-        self._lane.close()
+        self._end()
 
     def _fingerprint(self) -> list[Any]:
         """Return what changes if the user changes weights, buffers or states between two steps."""
@@ -428,7 +457,9 @@ class Redundancy:
         change: RankUpdate | RankState = state
         if gradients is not None and self._holder is not None:
             change = RankUpdate(gradients, updated, state.buffers, digest_of(state.parameters.values()))
+        begun_s = time.perf_counter()
         arrived = self._sent(change)
+        times = {Kind.MIRROR: (begun_s, time.perf_counter())}
         if arrived is not None:
             self.kept.arrived = arrived, version
         assert self._exchange is not None
@@ -444,9 +475,30 @@ class Redundancy:
                 "update changes them; whole states are sent from now on",
                 version - 1,
             )
+        begun_s = time.perf_counter()
         self.kept.own.load(state, version)
+        kept_s = time.perf_counter()
         with intra_op(self._threads):
             self.kept.take_arrived()
+        self._times = {**times, Kind.KEEP: (begun_s, kept_s), Kind.REPLAY: (kept_s, time.perf_counter())}
+
+
+class _StageTimes:
+    """When the copy of one stage was brought up to date."""
+
+    def __init__(self, redundancy: Redundancy, *, is_first: bool) -> None:
+        self._redundancy = redundancy
+        self._is_first = is_first
+
+    def mirrored(self) -> Times:
+        return self._redundancy.times(Kind.MIRROR, is_first=self._is_first)
+
+    def kept(self) -> Times:
+        self._redundancy.wait()
+        return self._redundancy.times(Kind.KEEP, is_first=self._is_first)
+
+    def replayed(self) -> Times:
+        return self._redundancy.times(Kind.REPLAY, is_first=self._is_first)
 
 
 def _change(copy: StateCopy, state: RankState | None, settings: Settings | None, step: int) -> None:
@@ -467,6 +519,12 @@ def _num_groups(settings: Settings) -> dict[int, int]:
 def _later(known: Mapping[int, Settings], step: int) -> dict[int, Settings]:
     """Return the settings of this step and of later ones."""
     return {number: own for number, own in known.items() if number >= step}
+
+
+def _end_lane(lane: CollectiveLane, forget_exit: Callable[[], Any]) -> None:
+    """Let a lane end once its job has ended. Until then, Python waits for it at exit."""
+    lane.start(forget_exit)
+    lane.close()
 
 
 def _end_at_exit(close: Callable[[], Any], lane: Thread, hang_ups: Iterable[Callable[[], None]]) -> None:

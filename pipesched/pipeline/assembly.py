@@ -39,15 +39,18 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.optimizer_memory import Upkeep
 from pipesched.profiling.stage_memory_probe import StageSizes
+from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import checkpoint_by_layer
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets, local
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.copied_stage import CopiedStage
 from pipesched.runtime.stage.divided_stage import divided_update, divided_weights
 from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.optimizers import Inheritance, NumberedGroup, optimizers_for
@@ -96,6 +99,10 @@ class AssemblySpec:
     def updates_by_rules(self) -> bool:
         """Whether steps update the weights, and apply gradient rules (such as clipping) before each update."""
         return self.rules is not None and self.optimizer is not None
+
+    def keeps_copies(self, grid: RankGrid) -> bool:
+        """Return whether the ranks of a grid keep copies of each other's states."""
+        return self.survives is not None and grid.num_processes > 1
 
 
 @dataclass(kw_only=True)
@@ -396,6 +403,23 @@ class Assembly:
         self._check_recomputed(stages.values())
         self._check_stateless(stages.values())
         return dict(sorted(stages.items()))
+
+    @cached_property
+    def actors(self) -> Mapping[int, Any]:
+        """What the actions of this process run on: its stages, and the copies that it keeps, keyed by stage."""
+        return {**self.copied_stages, **self.stages}
+
+    @cached_property
+    def copied_stages(self) -> dict[int, CopiedStage]:
+        """The stages of another rank whose copies this rank keeps, keyed by stage."""
+        if not self.programs.completion.redundancy:
+            return {}
+        program = self.programs.full.without_messages
+        return {
+            stage: CopiedStage()
+            for stage, rank in enumerate(program.copy_ranks)
+            if self._host.grid.holds(rank) and program.index.has(Kind.REPLAY)
+        }
 
     def _loss_rule(self, stage: int, part: int) -> LossRule | None:
         """Return the rule that the first calls of the user's loss function show; None for losses of torch."""

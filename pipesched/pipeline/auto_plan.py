@@ -58,6 +58,7 @@ class AutoPlan:
     optimizer: Callable[[list[Any]], Optimizer] | None  #: makes an optimizer, whose states count towards a memory limit
     free: bool  #: whether the search may choose the number of micro-batches, because results do not depend on it
     replicas: ReplicaCosts | None = None  #: the costs of several replicas; None if there is one replica
+    redundancy: bool = False  #: whether ranks keep copies of each other's states
     gather_once: bool | None = None  #: whether a step gathers sharded weights once; None: only if that fits in memory
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
@@ -162,7 +163,9 @@ class AutoPlan:
             offload=self.search.offload,
             effort=self.search.effort,
             completion=Completion(
-                updates=self.optimizer is not None, norms=self.optimizer is not None and self.numerics.needs_norms
+                updates=self.optimizer is not None,
+                norms=self.optimizer is not None and self.numerics.needs_norms,
+                redundancy=self.redundancy,
             ),
             replica_costs=self.replicas,
             in_tree=self.numerics.reduction_order == "tree",

@@ -202,7 +202,11 @@ def warn_of_lone_processes(mesh: Any) -> None:
 def checked_programs(request: PlanRequest, grid: RankGrid, spec: AssemblySpec) -> ProgramFactory:
     """Return the programs of a request. Raises ScheduleError or GraphError if the model cannot run the programs."""
     programs = ProgramFactory(
-        request, len(grid.all_devices), updates=spec.optimizer is not None, norms=spec.updates_by_rules
+        request,
+        len(grid.all_devices),
+        updates=spec.optimizer is not None,
+        norms=spec.updates_by_rules,
+        redundancy=spec.keeps_copies(grid),
     )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered

@@ -271,6 +271,7 @@ class Pipeline(SavingInterface):
                 free=adds_up(module, loss_fn, loss_weight),
                 replicas=None if replicas is None else replicas.gathering(once=distributed.gather_once is not False),
                 gather_once=distributed.gather_once,
+                redundancy=self._spec.keeps_copies(host.grid),
             )
             limits = limits_of(search.memory_limit_bytes, len(host.grid.all_devices))
             wished = PlanRequest(

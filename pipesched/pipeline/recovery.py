@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from pipesched.elastic.kept_calls import KeptCall, divided_anew, of_replica
+from pipesched.elastic.kept_calls import KEPT_BATCHES, KeptCall, batches_of_first, divided_anew, of_replica
 from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
@@ -115,6 +115,9 @@ class Recovery:
         self._divided: dict[int, list[Any]] = {}
         #: The states of the scaler before the last steps, keyed by step. All ranks have the same.
         self._scaler_states: dict[int, dict[str, Any]] = {}
+        #: With inputs="first", the batches of steps that run again, keyed by step: on rank 0 the batch, on the other
+        #: ranks no batch. None if the batch was lost with the rank that passed it.
+        self._batches: dict[int, GivenBatch | None] = {}
         #: The step that only some ranks had begun with the batches of the old replicas.
         self._late: int | None = None
         #: The last step that a rank had begun when a rank was lost. No rank looks for another plan before it.
@@ -162,7 +165,7 @@ class Recovery:
                 call = self._divided_call(call, is_new=is_new)
                 return self._stepped(call)
             except RankLost as error:
-                if not self._options.recovers or isinstance(error, LostForGood) or in_vain:
+                if not (self._options.recovers and self._connected.closed) or isinstance(error, LostForGood) or in_vain:
                     raise
                 replicas = len(self._running.host.grid.rows)
                 in_vain = not self.recover().lost
@@ -184,7 +187,33 @@ class Recovery:
                     f"a step can run again only if each replica has its batch; nobody has the batch of replica "
                     f"{grid.replica} in step {step}; start the job again from the last checkpoint"
                 )
+        if step in self._batches:
+            call = self._with_kept_batch(call, self._batches[step])
+            del self._batches[step]
         return call if divided is None else call.over(divided, grid.replica, len(grid.rows))
+
+    def _with_kept_batch(self, call: KeptCall, kept: GivenBatch | None) -> KeptCall:
+        """Return a call that runs again, or begins on the ranks that live, if only rank 0 passes a batch."""
+        if kept is not None:
+            passes = self._connected.rank == 0 and call.given.is_given
+            return call if passes else call._replace(given=kept)
+        if not self._running.host.collectives.agreed(lambda: call.given.is_given):
+            raise RankLost(
+                f"step {self._running.step} needs its batch, which was lost with rank 0 before another rank had a "
+                f"copy; the pipeline remains usable; call step again, with the batch on the rank that is rank 0 now"
+            )
+        return call
+
+    def _keep_batch(self, call: KeptCall) -> KeptCall:
+        """Return the call with its batch on the ranks that keep it. If only rank 0 passes it, rank 1 keeps a copy."""
+        grid = self._running.host.grid
+        if grid.inputs == "all" or grid.rank > 1 or grid.num_processes == 1:
+            return call
+        exchange = self._connected.in_all()
+        if grid.rank == 0:
+            exchange.trade(KEPT_BATCHES, {1: call.sent()}, ())
+            return call
+        return call.with_sent(exchange.trade(KEPT_BATCHES, {}, (0,))[0])
 
     def _stepped(self, call: KeptCall, *, again: bool = False) -> Any:
         """Run a step. ``again`` states whether it has returned to the user before a rank was lost."""
@@ -198,25 +227,26 @@ class Recovery:
             self._scaler_states[step] = self._scaler.state_dict()
         with self._connected.waiting("a step"):
             self._begin(step)
+            self._calls[step] = self._keep_batch(call)
         try:
             result = self._run_step(call.given, call.metrics, **call.wanted)
         except Exception:
             if self._running.step == step + 1 and not self._connected.closed:
-                self._finish(call, step, again=again)  # the step counts, such as one with gradients that are not finite
+                self._finish(step, again=again)  # the step counts, such as one with gradients that are not finite
             raise
         with self._connected.stopping_all("a step"):
             self._connected.finish_broadcast()
-        self._finish(call, step, again=again)
+        self._finish(step, again=again)
         return result
 
-    def _finish(self, call: KeptCall, step: int, *, again: bool) -> None:
+    def _finish(self, step: int, *, again: bool) -> None:
         """Begin to copy the state after a step."""
         if self._redundancy is not None:
             self._redundancy.finish()
         if not again:
             self._returned = step + 1
         self._changes = self._behind = 0
-        self._calls[step] = call.copied()
+        self._calls[step] = self._calls[step].copied()
 
     def _begin(self, step: int) -> None:
         running = self._running
@@ -226,7 +256,8 @@ class Recovery:
             self._redundancy.begin(step)
         else:
             self._assembly = running.assembly
-            self._redundancy.use(running.assembly.stages, self._live_run(), self._layers_of_ranks(), step)
+            stages, copied = running.assembly.stages, running.assembly.copied_stages
+            self._redundancy.use(stages, copied, self._live_run(), self._layers_of_ranks(), step)
 
     def _layers_of_ranks(self) -> list[list[str]]:
         """Return the layers of each rank of a replica."""
@@ -487,7 +518,14 @@ class Recovery:
         most = max(gather(self._changes))
         self._behind, self._changes = most - self._changes, most
         calls = {known: call for known, call in self._calls.items() if known >= step}
-        if any(gather(any(call.num_replicas > 1 for call in calls.values()))):
+        if host.grid.inputs == "first":
+            self._batches = batches_of_first(host, calls, range(step, last + 1))
+            if any(self._batches[known] is None for known in range(step, last)):
+                raise LostForGood(
+                    "a step can run again only if a rank has its batch; ranks 0 and 1, which had it, are both lost; "
+                    "start the job again from the last checkpoint"
+                )
+        elif any(gather(any(call.num_replicas > 1 for call in calls.values()))):
             self._divided = divided_anew(host, calls)
             self._late = None if last in self._divided else last
         return [change for own in gather(redundancy.settings_changes(step)) for change in own]

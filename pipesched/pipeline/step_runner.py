@@ -228,7 +228,7 @@ class StepRunner:
         own = RunStages(
             program=program, stages=assembly.stages, step_data=step_data, uses=uses, copies=assembly.copies, parts=parts
         )
-        run_spec = RunSpec(program, own.stages, prepare=own.begin, finish=own.end)
+        run_spec = RunSpec(program, assembly.actors, prepare=own.begin, finish=own.end)
         return own.completed(partial(self._running.host.run, run_spec, call.batch, grad=grad))
 
     def _infer(self, call: StepCall, metrics: Metrics | None = None) -> StepData:

@@ -25,8 +25,16 @@ QUICK = [
     LossCase("SIGKILL", "B", 0, second=2, second_moment="again"),
     LossCase("SIGKILL", "F", 0, num_ranks=2),
     LossCase("SIGKILL", "update", 3, replicas=2),
+    LossCase("SIGKILL", "B", 0, inputs="first"),
 ]
 MORE = [
+    LossCase("SIGKILL", "between steps", 0, inputs="first", second=2, second_moment="again"),
+    LossCase("SIGKILL", "between steps", 0, inputs="first"),
+    LossCase("SIGKILL", "copy", 1, inputs="first"),
+    LossCase("SIGKILL", "F", 3, inputs="first"),
+    LossCase("SIGKILL", "F", 0, num_ranks=2, inputs="first"),
+    LossCase("SIGKILL", "B", 0, replicas=2, inputs="first"),
+    LossCase("SIGKILL", "update", 3, replicas=2, inputs="first"),
     LossCase("SIGKILL", "between steps", 0, second=2, second_moment="between steps"),
     LossCase("SIGKILL", "B", 2, second=0, second_moment="agreeing"),
     LossCase("SIGKILL", "copy sent", 3),

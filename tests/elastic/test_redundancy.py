@@ -182,7 +182,7 @@ class Rank:
         self.redundancy.wait()
         self.redundancy._lane.start(lambda: self.world.wait_if_late(self.rank))
         stages = {index: SimpleNamespace(optimizer=own) for index, own in self.owner.optimizers.items()}
-        self.redundancy.use(stages, self.owner.run, [own.layers for own in self.owners], step)
+        self.redundancy.use(stages, {}, self.owner.run, [own.layers for own in self.owners], step)
 
     def step(self, step: int) -> None:
         self.change(self.owner, step)

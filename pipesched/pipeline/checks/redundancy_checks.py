@@ -52,7 +52,7 @@ def _of_ranks(grid: RankGrid) -> list[Obstacle]:
             grid.num_shards > 1, "replicas that divide weights are no copies of each other", "pass axes= without shard"
         ),
         Obstacle(
-            len(grid.rows) > 1 and len(grid.pipeline) == 1,
+            len(grid.rows) > 1 and len(grid.pipeline) == 1 and grid.inputs == "all",
             "each replica has only one rank, so its batch is lost with the rank",
             "use pipelines of several ranks",
         ),
@@ -61,7 +61,6 @@ def _of_ranks(grid: RankGrid) -> list[Obstacle]:
             "the copies are updated on the host, which rounds differently from a device",
             "train on CPUs",
         ),
-        Obstacle(grid.inputs == "first", "with inputs='first' only one rank has the batch", "pass inputs='all'"),
     ]
 
 

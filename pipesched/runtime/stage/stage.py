@@ -21,6 +21,7 @@ from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.tree_sums import TreeSums
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.copied_stage import CopyTimes, Times
 from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.input_copies import InputCopies
 from pipesched.runtime.stage.layer_runner import LayerRunner, StandIns
@@ -84,6 +85,8 @@ class Stage:
         self.sharded = self.body.sharded
         #: The weights that are split across replicas between runs; None if each replica holds all weights.
         self.divided_weights: DividedWeights | None = None
+        #: When the copy of this stage was brought up to date; None if no other rank keeps a copy.
+        self.copy_times: CopyTimes | None = None
         self._last_backward: int | None = None
         self._runner = LayerRunner(self.body, self._copies, head, **options)
         self.modules = self._runner.modules
@@ -241,7 +244,7 @@ class Stage:
         with nullcontext() if self.gradients is None else self.gradients.completing():
             return self.backward(microbatch, *grads)
 
-    def reduced(self) -> Mapping[int, tuple[Any, Any]]:
+    def reduced(self) -> Times:
         """Wait until gradients are summed over the replicas and the weights that other replicas update have arrived.
 
         Returns the start and the end of each bucket's REDUCE, keyed by bucket.
@@ -267,7 +270,7 @@ class Stage:
         if self.divided_weights is not None:
             self.divided_weights.reshard(last=last)
 
-    def gathered(self) -> Mapping[int, tuple[Any, Any]]:
+    def gathered(self) -> Times:
         """Return the start and the end of each gather of this step."""
         return {} if self.divided_weights is None else self.divided_weights.spans
 
@@ -286,25 +289,18 @@ class Stage:
         self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
     def mirror(self, number: int) -> None:
-        """MIRROR: start to send the gradients of the previous update to the rank with the stage's copy."""
+        """MIRROR: the gradients of the previous update are sent in the thread that keeps copies of states."""
 
-    def mirrored(self) -> Mapping[int, tuple[Any, Any]]:
+    def mirrored(self) -> Times:
         """Return the start and the end of each MIRROR of this step."""
-        return {}
+        return {} if self.copy_times is None else self.copy_times.mirrored()
 
     def keep(self, number: int) -> None:
-        """KEEP: start to set the weights and the optimizer's state aside."""
+        """KEEP: the weights and the optimizer's state are set aside in the thread that keeps copies of states."""
 
-    def kept(self) -> Mapping[int, tuple[Any, Any]]:
+    def kept(self) -> Times:
         """Wait for the KEEPs of this step. Return the start and the end of each."""
-        return {}
-
-    def replay(self, number: int) -> None:
-        """REPLAY: start to repeat the previous update on the stage's copy. Called on the rank that holds the copy."""
-
-    def replayed(self) -> Mapping[int, tuple[Any, Any]]:
-        """Return the start and the end of each REPLAY of this step."""
-        return {}
+        return {} if self.copy_times is None else self.copy_times.kept()
 
     def _loss_inputs(self, microbatch: int) -> tuple[Any, LossFactor] | None:
         """Return the target and the factor of the loss; None if no loss is computed.

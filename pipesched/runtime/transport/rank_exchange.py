@@ -23,6 +23,7 @@ _TRADES = (
     DEALT,
     "the state of a run",
     "copies of states",
+    "kept batches",
 )
 _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 

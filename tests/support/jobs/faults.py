@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -55,7 +56,8 @@ class Case(NamedTuple):
 
     fault: one of FAULTS. phase: the part of the script in which the fault occurs, one of PHASES. rank: the rank that
     fails. store: one of STORES. replicas: the number of replicas. by: what makes the replicas: "fully_shard"; or
-    "replicate", "zero=2" or "zero=3", for replicas of one pipeline.
+    "replicate", "zero=2" or "zero=3", for replicas of one pipeline; or "redundancy", for one or several replicas of one
+    pipeline that keeps copies of its ranks' states.
     """
 
     fault: str
@@ -122,6 +124,8 @@ def can_happen(case: "Case") -> bool:
     """
     if case.fault == "full disk" and case.phase not in ("save", "save in the background"):
         return False
+    if case.by == "redundancy" and case.phase in ("get_extra_state", "set_extra_state"):
+        return False
     if case.replicas > 1 and case.by == "fully_shard":
         return case.phase not in SAVING
     return case.replicas == 1 or case.phase != "tune"
@@ -166,6 +170,13 @@ class Layer(nn.Module):
         return self
 
 
+class LayerWithoutState(Layer):
+    """A layer whose state is in its weights alone, as redundancy= needs it."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
 def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> None:
     """Run the script of a rank: make a pipeline, train, evaluate, gather the state, and close."""
     torch.set_num_threads(1)
@@ -177,13 +188,15 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     fuse = Fuse(case.fault, case.phase if rank == case.rank else "", said)
     num_stages = case.num_ranks // case.replicas
     torch.manual_seed(0)
-    layers = [Layer(fuse) for _ in range(2 * num_stages)]
+    redundant = case.by == "redundancy"
+    layers = [(LayerWithoutState if redundant else Layer)(fuse) for _ in range(2 * num_stages)]
     model = nn.Sequential(*layers)
     x = torch.randn(ROWS, WIDTH)
 
     class SGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            fuse.at("update")
+            if threading.current_thread() is threading.main_thread():  # not for the copy of another rank's stages
+                fuse.at("update")
             return super().step(closure)
 
     choices: dict[str, Any] = {}
@@ -220,7 +233,11 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,
         optimizer=lambda params: SGD(params, lr=0.01),
-        distributed=Distributed(timeout=timeout_s, zero=int(case.by[-1]) if case.by.startswith("zero") else 0),
+        distributed=Distributed(
+            timeout=timeout_s,
+            zero=int(case.by[-1]) if case.by.startswith("zero") else 0,
+            redundancy="neighbour" if redundant else None,
+        ),
         seed=0,
         **choices,
     )
