@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -17,25 +17,22 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from pipesched.elastic.kept_calls import KEPT_BATCHES, KeptCall, batches_of_first, divided_anew, of_replica
-from pipesched.elastic.newcomers import Newcomers, asked_to_join, publish
 from pipesched.elastic.recovered import Recovered
 from pipesched.elastic.redundancy import KeptStates, Redundancy, SettingsChange
-from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, RankReport, Survivors, hosted_store
+from pipesched.elastic.survivors import Decision, HeldLayers, LostForGood, RankReport, Survivors
 from pipesched.errors import InputError, RankLost
 from pipesched.pipeline.assembly import AssemblySpec
+from pipesched.pipeline.joining import Joining, old_alarm_counts
 from pipesched.pipeline.plan_switch import PlanSwitch, weakly
 from pipesched.pipeline.regrouping import NewGroup, Regrouping, SharedWork
 from pipesched.pipeline.replan_search import FoundPlan
 from pipesched.pipeline.running_plan import RunningPlan
-from pipesched.pipeline.sent_values import learn_decided_types, learn_step_types
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.microbatches import GivenBatch
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.optimizers import settings_of
 from pipesched.runtime.stage.output_metrics import Metrics
-from pipesched.runtime.transport.ports import ConnectionLostError
-from pipesched.saving.capturing import captured_here
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import CheckpointPart
 
@@ -104,7 +101,6 @@ class Recovery:
         self._run_step = weakly(methods.run_step)
         self._replan_if_due = weakly(methods.replan_if_due)
         self._live_run = weakly(methods.live_run)
-        self._finish_saves = weakly(methods.finish_saves)
         self._options = options
         self._scaler = options.scaler
         self._redundancy: Redundancy | None = None
@@ -132,7 +128,14 @@ class Recovery:
         self._work: SharedWork
         self._returned = running.step
         self._is_whole = True
-        self._newcomers = Newcomers()
+        self._joining = Joining(
+            running=running,
+            regrouping=regrouping,
+            live_run=methods.live_run,
+            finish_saves=methods.finish_saves,
+            rendezvous=options.rendezvous,
+            sent_types=_SENT,
+        )
         if running.host.maker is None:
             self._join()
             return
@@ -307,9 +310,6 @@ class Recovery:
 
     # ---- ranks that join and leave ----------------------------------------------------------------------------------
 
-    def _count_newcomers(self) -> int:
-        return len(self._newcomers.waiting)
-
     def leave(self) -> None:
         """Leave the job between two steps, once the others hold the state of this rank's layers. Closes the pipeline.
 
@@ -326,77 +326,24 @@ class Recovery:
         """Let newcomers join before a step, if all ranks know of them."""
         step, redundancy, connected = self._running.step, self._redundancy, self._connected
         with connected.stopping_all("a step"):
-            count = self._count_newcomers() if redundancy is None else redundancy.newcomers_before(step)
-            if not count:
-                return
-            work, before = SharedWork.of(self._running), connected.num_ranks
-            num_ranks = next((n for n in range(before + count, before, -1) if n % work.num_replicas == 0), before)
+            count = self._joining.num_waiting() if redundancy is None else redundancy.newcomers_before(step)
+            before, num_ranks = connected.num_ranks, self._joining.num_ranks_with(count)
             if num_ranks == before:
                 return
             if redundancy is not None:
                 redundancy.wait()
-        self._finish_saves()
         begun_s = time.perf_counter()
-        store: Any = None
-        if connected.rank == 0:
-            host, store = hosted_store(connected.store, connected.timeout_s)
-        address = self._running.host.collectives.agreed(lambda: (host, store.port))
-        parts = [*captured_here(self._live_run())]
-        group = NewGroup(rank=connected.rank, num_ranks=num_ranks, host=address[0], port=address[1], step=step)
-        if connected.rank == 0:
-            self._accept(group, work, before)
-        try:
-            new = self._regrouping.connect(group, work, store, connected.encoding)
-            with self._new_alarm(new):
-                self._regrouping.take_over(new, work, {rank: rank for rank in range(before)}, parts, step)
-        except RuntimeError as error:  # such as a newcomer that has ended meanwhile
-            with connected.stopping_all("letting a process join"):
-                raise ConnectionLostError(str(error)) from error
-        connected.survives = False
-        connected.close()
+        self._joining.let_join(connected, num_ranks)
         self._settle_in(None if redundancy is None else redundancy.kept)
         self._tell(step, begun_s, joined=num_ranks - before)
 
-    def _accept(self, group: NewGroup, work: SharedWork, before: int) -> None:
-        """Tell as many newcomers as can join what they need."""
-        common = {"work": asdict(work), "seed": self._running.seed, "form": self._regrouping.form.of_mesh}
-        for rank, name in zip(range(before, group.num_ranks), self._newcomers.waiting, strict=False):
-            self._newcomers.accept(name, {**common, "group": {**asdict(group), "rank": rank}})
-
     def _join(self) -> None:
-        """Join a running job. This process has made its pipeline by itself so far.
-
-        If the job loses a rank meanwhile, its ranks go on without this process, which then asks again.
-        """
+        """Join a running job."""
         begun_s = time.perf_counter()
-        assert self._options.rendezvous is not None  # was checked
-        alone = self._running.host
-        while True:
-            found = asked_to_join(self._options.rendezvous, self._regrouping.form.timeout_s)
-            try:
-                group = self._join_as(found)
-                break
-            except RuntimeError:
-                if self._running.host is not alone:
-                    raise
-        alone.close()
+        group = self._joining.join()
         self._settle_in(None)
         self._returned = group.step
         self._tell(group.step, begun_s, joined=group.num_ranks)
-
-    def _join_as(self, found: Mapping[str, Any]) -> NewGroup:
-        """Become the rank that the job's answer states."""
-        self._regrouping.form = self._regrouping.form.like(found["form"])
-        group, work = NewGroup(**found["group"]), SharedWork(**found["work"])
-        self._running.seed = found["seed"]
-        host = self._regrouping.connect(group, work, None, None)
-        assert host.maker is not None
-        self._base = host.maker.connected
-        learn_decided_types(host.collectives, *_SENT)
-        learn_step_types(host.collectives)
-        with self._new_alarm(host):
-            self._regrouping.take_over(host, work, {}, [], group.step)
-        return group
 
     def _tell(self, step: int, begun_s: float, *, lost: Sequence[str] = (), joined: int = 0) -> Recovered:
         """Return and log the outcome of a change of ranks, and tell the user's function of it."""
@@ -469,7 +416,7 @@ class Recovery:
             host = self._regrouping.connect(group, work, survivors.store, connected.encoding)
         except RuntimeError as error:
             raise RankLost(f"all {len(numbers)} ranks that live must connect anew; {error}") from error
-        with self._new_alarm(host):
+        with old_alarm_counts(host):
             changes = self._exchange(host, redundancy, step, waits_in)
             self._regrouping.take_over(host, work, numbers, parts, step)
         self._past.append(connected.alarm)
@@ -481,16 +428,6 @@ class Recovery:
             self._change_settings(changes, missed + 1)
         return found
 
-    @contextmanager
-    def _new_alarm(self, host: RankHost) -> Iterator[None]:
-        """A context in which the old alarm still counts: if it fails, the ranks agree anew over the old alarm."""
-        try:
-            yield
-        except BaseException:
-            assert host.maker is not None
-            host.maker.connected.give_up()
-            raise
-
     def _settle_in(self, kept: KeptStates | None) -> None:
         """Begin to keep copies over the new connections. ``kept`` are those kept so far."""
         if self._redundancy is not None:
@@ -499,11 +436,13 @@ class Recovery:
         self._is_whole = True
         if self._running.host.grid.num_processes > 1:
             self._redundancy = Redundancy(
-                self._connected, self._make, self._count_newcomers, kept, self._regrouping.form.intra_op_threads
+                self._connected,
+                self._make,
+                self._joining.num_waiting,
+                kept,
+                self._regrouping.form.intra_op_threads,
             )
-        self._connected.alarm.answer_with(self._newcomers.answer)
-        if self._options.rendezvous is not None and self._connected.rank == 0:
-            publish(self._options.rendezvous, self._connected.alarm.addresses)
+        self._joining.welcome(self._connected)
 
     def _exchange(self, host: RankHost, redundancy: Redundancy, step: int, waits_in: int) -> list[SettingsChange]:
         """Exchange what the ranks that go on must know: batches, if there were replicas, and changes of settings."""

@@ -186,7 +186,7 @@ def _trained(pipe: Pipeline, script: Script, told: Sequence[Recovered]) -> dict[
             return {"losses": losses}
         if step == script.wait_before and distributed.get_rank() == 0:
             assert pipe._recovery is not None
-            while not (pipe._recovery._newcomers.waiting or any(one.joined for one in told)):
+            while not (pipe._recovery._joining.num_waiting() or any(one.joined for one in told)):
                 time.sleep(0.01)
         change_by_hand(pipe, script.kind, step)
         x, y = batch(step)
