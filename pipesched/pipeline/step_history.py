@@ -103,10 +103,11 @@ class StepHistory:
             for position in range(len(grid.pipeline))
         ]
         count = min(len(own) for own in every)
-        steps = [
-            chain.from_iterable(every[rank][len(every[rank]) - count + at] for rank in slowest) for at in range(count)
+        last = [every[rank][len(every[rank]) - count :] for rank in slowest]
+        return [
+            replace(self.trace_of([]), spans=Spans.of(tuple(chain.from_iterable(step))))
+            for step in zip(*last, strict=True)
         ]
-        return [replace(self.trace_of([]), spans=Spans.of(tuple(spans))) for spans in steps]
 
     def _strays(self, runs: Iterable[Timeline]) -> float | None:
         """Return how many times longer than expected a stage of this process takes; None if it has no stages."""

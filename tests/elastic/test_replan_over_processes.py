@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from pipesched import Distributed, Pipeline
 from pipesched.errors import InputError
@@ -13,6 +13,7 @@ from tests.support.jobs import replanning as jobs
 from tests.support.models import assert_equal_bits
 from tests.support.rank_processes import Ranks
 from tests.support.resumed_runs import Half
+from tests.support.sleeping_layers import Waiting
 
 pytestmark = [
     pytest.mark.timeout(100),
@@ -116,3 +117,24 @@ def test_a_pipeline_that_cannot_look_unasked(options: dict, match: str) -> None:
 def test_a_number_of_steps_that_is_none() -> None:
     with pytest.raises(InputError, match="replan_every= must be a number of steps, at least 1; got 0"):
         Distributed(replan_every=0)
+
+
+def measured_steps(group) -> list[float]:
+    """Return the times of the first forward in the steps that a replan reads. Each step is slower than the last."""
+    mesh = distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    layers = [Waiting(0.0) for _ in range(2)]
+    choices = {"schedule": "1f1b", "num_microbatches": 2, "loss_fn": nn.functional.mse_loss}
+    with Pipeline(nn.Sequential(*layers), torch.ones(1, 4), mesh=mesh, **choices) as pipe:
+        for step in range(5):
+            for layer in layers:
+                layer.seconds = 0.01 * step
+            pipe.step(torch.ones(2, 4), target=torch.ones(2, 4)).item()
+        steps, _ = pipe._history.gather_steps()
+    return [next(span.end_s - span.start_s for span in step.spans) for step in steps]
+
+
+def test_the_measured_steps_are_those_that_ran(ranks: Ranks) -> None:
+    for times in ranks.run(2, measured_steps):
+        assert len(times) == 4  # the first is warm-up
+        assert all(seconds >= 0.01 * step for step, seconds in enumerate(times, 1))
+        assert len({*times}) == 4
