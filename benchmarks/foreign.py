@@ -4,6 +4,7 @@
     python benchmarks/foreign.py --each 10      # 10 cases of every variant by itself: a table
     python benchmarks/foreign.py --seeds 152 267
     python benchmarks/foreign.py --redundancy   # only the cases over two ranks, which keep copies of their states
+    python benchmarks/foreign.py --tensor 2     # only the cases over two ranks, each with its layers split over two
 
 Each seed draws one to three kinds of code that people write (`foreign_kinds`): what losses read, weights changed in
 forward, attributes, contexts, checkpointing of the model's own, ranks that differ, rows in lists. A case trains two
@@ -46,26 +47,29 @@ class Draw(NamedTuple):
 
     seed: int
     only: str | None  #: the only "kind: variant" of the case
-    redundancy: bool
+    redundancy: bool = False
+    tensor: int = 1  #: the number of ranks over which layers are split
 
 
 def drawn(task: Draw) -> Case:
     """Return the case of a task."""
     case = draw_case(task.seed, task.only)
     case.redundancy = task.redundancy
+    case.tensor = task.tensor
     return case
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
+def _serve(connection: Connection, rank: int, world: int, tensor: int, folder: str) -> None:
     """Run the cases that the connection brings, until it ends."""
     torch.set_num_threads(1)
     mesh: Any = None
     if world > 1:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        mesh = distributed.init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))["pp"]
+        shape, names = ((world // tensor, tensor), ("pp", "tp")) if tensor > 1 else ((world,), ("pp",))
+        mesh = distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
     while True:
         task = connection.recv()
         if task is None:
@@ -79,11 +83,13 @@ class Crew:
 
     Args:
         world: the number of processes.
+        tensor: the number of processes over which layers are split. Default: 1.
 
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, tensor: int = 1) -> None:
         self._world = world
+        self._tensor = tensor
         self._members: list[tuple[Any, Connection]] = []
 
     def run(self, task: Draw) -> Outcome:
@@ -113,7 +119,9 @@ class Crew:
         spawning = multiprocessing.get_context("spawn")
         for rank in range(self._world):
             own, other = spawning.Pipe()
-            process = spawning.Process(target=_serve, args=(other, rank, self._world, folder), daemon=True)
+            process = spawning.Process(
+                target=_serve, args=(other, rank, self._world, self._tensor, folder), daemon=True
+            )
             process.start()
             other.close()
             self._members.append((process, own))
@@ -157,7 +165,8 @@ def outcomes_of(tasks: Sequence[Draw], jobs: int) -> Iterable[tuple[Draw, Case, 
             yield task, cases[task], outcome
     for crew in crews:
         crew.stop()
-    ranks = Crew(2)
+    tensor = max(task.tensor for task in tasks)
+    ranks = Crew(2 * tensor, tensor)
     for task in tasks:
         if cases[task].world > 1:
             yield task, cases[task], ranks.run(task)
@@ -214,14 +223,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="the number of processes (default: 2)")
     parser.add_argument("--results", type=Path, help="write the outcomes to this file, one JSON line each")
     parser.add_argument("--redundancy", action="store_true", help="only cases over two ranks, with redundancy=")
+    parser.add_argument("--tensor", type=int, default=1, help="only cases over two ranks, with this tensor parallelism")
     given = parser.parse_args()
     seeds = given.seeds or range(given.first, given.first + given.cases)
-    tasks = [Draw(seed, None, given.redundancy) for seed in seeds]
+    tasks = [Draw(seed, None, given.redundancy, given.tensor) for seed in seeds]
     if given.each:
         names = [f"{variant.kind}: {variant.name}" for variant in variants()]
         wanted = [name for name in names if given.only in (None, name)]
-        tasks = [Draw(seed, name, given.redundancy) for name in wanted for seed in range(given.each)]
-    if given.redundancy:
+        tasks = [Draw(seed, name, given.redundancy, given.tensor) for name in wanted for seed in range(given.each)]
+    if given.redundancy or given.tensor > 1:
         tasks = [task for task in tasks if drawn(task).world > 1]
     results = []
     for task, case, outcome in outcomes_of(tasks, given.jobs):

@@ -24,6 +24,7 @@ __all__ = ["WIDTH", "Batch", "Block", "Case", "Net", "Outcome", "PipelineRun", "
 
 WIDTH = 8
 STEPS = 2
+STYLES = {"layers.*.linear": "column-gathered"}  #: the layers that ranks divide, if a case has tensor parallelism
 RATE = 0.05
 
 Code = Callable[["Net", int, Tensor, dict[str, Any]], Any]
@@ -216,6 +217,8 @@ class PipelineRun(Run):
             self.updates = True
             options["distributed"] = replace(options.get("distributed", Distributed()), redundancy="neighbour")
             options["optimizer"] = partial(torch.optim.SGD, lr=RATE)
+        if case.tensor > 1 and not case.alone:
+            options["distributed"] = replace(options.get("distributed", Distributed()), tensor_parallel=STYLES)
         self.pipe = Pipeline(
             self.net,
             sample,
@@ -300,6 +303,7 @@ class Case:
     early_optimizer: bool = False  #: whether the optimizer gets the model's parameters before there is a pipeline
     alone: bool = False  #: whether each process makes a pipeline of its own
     other_batches: bool = False  #: whether ranks pass different batches
+    tensor: int = 1  #: the number of ranks over which layers are split
     redundancy: bool = False  #: whether the pipeline updates the weights, and keeps copies of its ranks' states
 
     def place(self, make: Callable[[], nn.Module]) -> int:
@@ -373,26 +377,37 @@ def outcome_of(case: Case, rank: int = 0, mesh: DeviceMesh | None = None) -> Out
         return Outcome(word="refused" if said else "silent", detail="each process trains by itself")
     own = None if mesh is None else {id(parameter) for parameter in run.pipe.parameters()}
     held = [own is None or id(parameter) in own for parameter in run.net.parameters()]
-    return _compared(case, plain.seen, run.seen, held, whole=mesh is None)
+    part = None if case.tensor == 1 else rank % case.tensor
+    return _compared(case, plain.seen, run.seen, held, part, whole=mesh is None)
 
 
-def _compared(case: Case, plain: list[Any], piped: list[Any], held: list[bool], *, whole: bool) -> Outcome:
+def _compared(
+    case: Case, plain: list[Any], piped: list[Any], held: list[bool], part: int | None, *, whole: bool
+) -> Outcome:
     worst = 0.0
     for position, (want, got) in enumerate(zip(plain, piped, strict=True)):
         if position == len(plain) - 1 and not whole:
             break  # over a mesh, buffers of other ranks' layers are old
         pairs = [(want, got)] if not isinstance(want, list) else list(zip(want, got, strict=True))
         if isinstance(want, list) and position < len(plain) - 1:
-            pairs = [pair for pair, own in zip(pairs, held, strict=True) if own]
+            pairs = [(_block(one, other, part), other) for (one, other), own in zip(pairs, held, strict=True) if own]
         tensors = [one.double() for one, _ in pairs if isinstance(one, Tensor)]
         # some gradients are zero but for rounding, such as that of a bias before a BatchNorm
         least = 1e-2 * float(torch.stack([one.norm() for one in tensors]).norm()) if len(tensors) > 1 else 0.0
         worst = max([worst, *(_difference(one, other, least) for one, other in pairs)])
     if worst == 0:
         return Outcome(word="same bits")
-    if worst <= case.rounding and case.close:
-        return Outcome(word="close", detail=f"{worst:.1e}: {'; '.join(case.close)}")
+    reasons = [*case.close, *(["sums over several ranks"] if case.tensor > 1 else [])]
+    if worst <= case.rounding and reasons:
+        return Outcome(word="close", detail=f"{worst:.1e}: {'; '.join(reasons)}")
     return Outcome(word="silent", detail=f"relative difference {worst:.2e}")
+
+
+def _block(whole: Any, own: Any, part: int | None) -> Any:
+    """Return the rows of a tensor that a rank holds, if ranks divide it."""
+    if part is None or not isinstance(whole, Tensor) or not isinstance(own, Tensor) or whole.shape == own.shape:
+        return whole
+    return whole[part * len(own) : (part + 1) * len(own)]
 
 
 def _difference(one: Any, other: Any, least: float = 0.0) -> float:
