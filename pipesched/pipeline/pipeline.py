@@ -65,6 +65,7 @@ from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradients.clipping import clip_gradients
+from pipesched.runtime.gradients.plane_norms import NormMeasure
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.stage.compiled_layers import compiler
@@ -678,7 +679,7 @@ class Pipeline(SavingInterface):
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
             running.host.collectives.gathered,
-            self._parameter_order,
+            NormMeasure(self._parameter_order, running.assembly.planes),
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
