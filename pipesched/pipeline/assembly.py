@@ -21,6 +21,7 @@ from pipesched.model.module_tree import Members
 from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
+from pipesched.parallel.model_forms import ModelForms
 from pipesched.parallel.weight_split import SplitWeights
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
@@ -153,7 +154,7 @@ class Assembly:
         self.programs = programs
         self.stage_cut = stage_cut
         #: Combines norms of gradients over the planes; None if no weights are divided over tensor groups.
-        self.planes = None if spec.split is None else PlaneNorms(spec.split.group, self._split_parameters)
+        self.planes = None if spec.split is None else PlaneNorms(spec.split.group, self.split_parameters)
         #: The rules for gradients before an update; None if there are no rules.
         self.rules = None if spec.rules is None else replace(spec.rules, planes=self.planes)
         self._filling_s = 0.0
@@ -225,7 +226,12 @@ class Assembly:
         )
 
     @cached_property
-    def _split_parameters(self) -> dict[nn.Parameter, str]:
+    def forms(self) -> ModelForms | None:
+        """The forms of a model that the ranks of a tensor group divide; None if no layer is divided."""
+        return None if self._spec.split is None else ModelForms(self._spec.model, self._spec.split)
+
+    @cached_property
+    def split_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters that the ranks of a tensor group divide, and their names."""
         split = self._spec.split
         named = self._spec.model.named_parameters(remove_duplicate=False)
@@ -257,7 +263,7 @@ class Assembly:
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for optimizer in self.optimizers.values():
-                check_elementwise(optimizer, self._split_parameters)
+                check_elementwise(optimizer, self.split_parameters)
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
             if self.zero:

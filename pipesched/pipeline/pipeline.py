@@ -50,7 +50,9 @@ from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
+from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sent_values import learn_decided_types
+from pipesched.pipeline.split_state import own_state, whole_state
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.pipeline.uneven_orders import UnevenOrders
@@ -300,6 +302,7 @@ class Pipeline(SavingInterface):
             distributed.check_replan(
                 has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
             )
+            self._guard.hold_blocks = partial(_hold_blocks, self._running)
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.executor.start()
         self._replan_every = distributed.replan_every
@@ -1028,7 +1031,8 @@ class Pipeline(SavingInterface):
     def state_dict(self) -> dict[str, Any]:
         """Return the state with the model's own keys; under a mesh, only the state of this rank's stages.
 
-        Raises ExecutionError if the weights are split across replicas (``Distributed(zero=3)``).
+        With ``Distributed(tensor_parallel=)``, the weights are whole, and all ranks of a tensor group must call this
+        method. Raises ExecutionError if the weights are split across replicas (``Distributed(zero=3)``).
         """
         if count := sum(len(list(weights)) for weights in self._running.assembly.divided_weights):
             raise ExecutionError(
@@ -1036,7 +1040,17 @@ class Pipeline(SavingInterface):
                 f"number of sharded parameters on this rank: {count}; call full_state_dict() or save_weights() on "
                 f"every rank, or gather_model() first"
             )
-        return super().state_dict()
+        state = super().state_dict()
+        split = self._running.assembly.split
+        if split is None:
+            return state
+        with self._running.host.collectives.connected("state_dict") as collectives:
+            with collectives.stopping_all("state_dict"):
+                return whole_state(self.model, state, split)
+
+    def _own_blocks(self, state: dict[str, Any]) -> dict[str, Any]:
+        split = self._running.assembly.split
+        return state if split is None else own_state(self.model, state, split)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on every rank, including sharded tensors. Collective under a mesh."""
@@ -1048,6 +1062,7 @@ class Pipeline(SavingInterface):
     @contextmanager
     def _whole_weights(self, method: str) -> Iterator[None]:
         self._running.host.collectives.enter(method)
+        self._guard.use()
         self._gather_rows(method)
         try:
             yield
@@ -1105,12 +1120,13 @@ class Pipeline(SavingInterface):
 
         """
         self._running.host.collectives.enter("gather_model")
+        self._guard.use()
         self._gather_rows("gather_model")
         gathers = False
         try:
             gathers = gather_model(
                 self._roots,
-                self.state_dict(),
+                super().state_dict(),
                 guard=self._guard,
                 host=self._running.host,
                 assembly=self._running.assembly,
@@ -1132,7 +1148,7 @@ class Pipeline(SavingInterface):
     def _is_divided(self) -> bool:
         """Return whether other processes train other parameters of the model."""
         grid = self._running.host.grid
-        return not grid.in_one_process and len(grid.devices) > 1
+        return not grid.in_one_process and (len(grid.devices) > 1 or bool(grid.planes))
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # a stage that ran with an older weight version has left that version in its modules
@@ -1182,6 +1198,15 @@ def _check_replicas(
     distributed.check_zero(num_replicas=num_replicas, has_optimizers=has_optimizers)
     numerics.check_reduction_order(num_replicas=num_replicas, zero=distributed.zero)
     check_axes(plan, len(grid.all_devices), num_replicas, distributed.zero)
+
+
+def _hold_blocks(running: RunningPlan) -> bool:
+    """Let the split layers of a model hold blocks again, if ``gather_model`` has made them whole. Returns whether so."""
+    forms = running.assembly.forms
+    if forms is None or not forms.is_whole:
+        return False
+    forms.make_blocks()
+    return True
 
 
 def _measured(trace: Trace | None) -> Trace:

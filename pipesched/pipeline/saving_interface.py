@@ -255,6 +255,7 @@ class SavingInterface(ModuleInterface):
         """Return the state of this process, with its blocks of divided weights. Finishes the steps under way first."""
         running = self._running
         running.host.executor.check_outside("save or load")
+        self._guard.use()
         roots = self._modules()
         own_name = own_names(roots)
         tensors = dict(named_tensors(roots))
