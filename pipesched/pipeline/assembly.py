@@ -21,6 +21,7 @@ from pipesched.model.module_tree import Members
 from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
+from pipesched.parallel.weight_split import SplitWeights
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.checks.recompute_checks import check_recomputed, check_stateless
@@ -54,6 +55,7 @@ from pipesched.runtime.stage.optimizers import Inheritance, NumberedGroup, optim
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
+from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
@@ -89,6 +91,10 @@ class AssemblySpec:
     reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
     #: The devices of all parameters and buffers before the pipeline moves them, keyed by name.
     places: Mapping[str, torch.device] = field(default_factory=dict)
+    #: The weights that the ranks of a tensor group divide; None if every rank of a plane holds whole weights.
+    split: SplitWeights | None = None
+    #: Makes the random numbers of a stage on a device.
+    random: Callable[[torch.device], KeyedRandom] = KeyedRandom
     #: Whether the job goes on after the loss of a rank, and whether the user's code is told of it; None if it ends.
     survives: Survives | None = None
 
@@ -385,6 +391,7 @@ class Assembly:
             head = Head(loss_fn, self._loss_rule(index, part)) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            body.random = self._spec.random
             if isinstance(body, WrappedBody):
                 body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once is not False)
                 if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):
