@@ -1,0 +1,61 @@
+"""Norms, and other modules with whole weights, on activations that are divided.
+
+Each rank applies the whole weights to its own positions, or to its own heads. So its gradients of these weights are
+parts of a sum. One all-reduce for each call adds the parts of all weights of the module: in the I, each of P ranks
+sends 2 (P - 1)/P of their bytes.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipesched.parallel.collective_functions import gather_from, scatter_to, summed_weights
+from pipesched.parallel.split_module import held_by
+from pipesched.parallel.tensor_group import ActivationLayout
+
+__all__ = ["DividesSequence", "JoinsSequence", "Summed"]
+
+
+class _Bound(nn.Module):
+    """Calls the forward that a module had before it was split."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the module's original class."""
+        return held_by(self.module).original.forward(self.module, *args, **kwargs)
+
+
+class Summed(nn.Module):
+    """The forward of a module whose weights are whole, and whose input is divided."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with weights whose gradients are summed over the ranks."""
+        named = dict(self.named_parameters())
+        copies = summed_weights(held_by(self).group, *named.values())
+        own = {f"module.{name}": copy for name, copy in zip(named, copies, strict=True)}
+        return functional_call(_Bound(self), own, args, kwargs)
+
+
+class DividesSequence(nn.Module):
+    """The forward of a module that runs on this rank's positions of a whole input."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Call the module with this rank's positions."""
+        group = held_by(self).group
+        group.layout = ActivationLayout.SEQUENCE
+        return super().forward(scatter_to(x, group, group.sequence_dim))
+
+
+class JoinsSequence(nn.Module):
+    """The forward of a module after which all ranks have all positions again."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Call the module, and gather the positions of its output."""
+        group = held_by(self).group
+        output = super().forward(x)
+        group.layout = ActivationLayout.WHOLE
+        return gather_from(output, group, group.sequence_dim)
