@@ -58,6 +58,7 @@ from pipesched.runtime.stage.optimizers import Inheritance, NumberedGroup, optim
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
+from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
@@ -95,6 +96,8 @@ class AssemblySpec:
     places: Mapping[str, torch.device] = field(default_factory=dict)
     #: The weights that the ranks of a tensor group divide; None if every rank of a plane holds whole weights.
     split: SplitWeights | None = None
+    #: Makes the random numbers of a stage on a device.
+    random: Callable[[torch.device], KeyedRandom] = KeyedRandom
     #: Whether the job goes on after the loss of a rank, and whether the user's code is told of it; None if it ends.
     survives: Survives | None = None
 
@@ -412,6 +415,7 @@ class Assembly:
             head = Head(loss_fn, self._loss_rule(index, part)) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            body.random = self._spec.random
             if isinstance(body, WrappedBody):
                 body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once is not False)
                 if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):

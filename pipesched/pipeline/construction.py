@@ -32,7 +32,6 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.collectives import RankCollectives
-from pipesched.runtime.executors.executor import Executor
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.rank_host import RankHost, host_for, host_of_threads
@@ -48,8 +47,8 @@ __all__ = [
     "check_idle_ranks",
     "checked_programs",
     "choose_plan",
-    "ending_on_error",
     "made_host",
+    "making",
     "start",
     "warn_of_lone_processes",
 ]
@@ -72,6 +71,8 @@ def made_host(
 ) -> RankHost:
     """Return the host of a pipeline's ranks, from the arguments of Pipeline. Collective under a mesh."""
     threads = numerics.intra_op_threads
+    if mesh is None:
+        distributed.check_tensor_parallel(None, wraps=False, compiles=False)
     if distributed.survives(joins=mesh is None) == "joins":
         return host_of_threads(as_devices(devices or ["cpu"]), threads)  # until this process has joined the job
     return host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
@@ -152,12 +153,13 @@ def _in_words(value: Any) -> str:
 
 
 @contextmanager
-def ending_on_error(executor: Executor) -> Iterator[None]:
-    """Stop the ranks in all processes if the ``with`` block raises."""
+def making(host: RankHost) -> Iterator[None]:
+    """Stop the ranks in all processes if the ``with`` block raises. Meanwhile, split layers run in each process alone."""
     try:
-        yield
+        with host.alone():
+            yield
     except BaseException as error:
-        executor.abandon("the construction of a pipeline", error)
+        host.executor.abandon("the construction of a pipeline", error)
         raise
 
 

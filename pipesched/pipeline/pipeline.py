@@ -32,8 +32,8 @@ from pipesched.pipeline.construction import (
     check_agreement,
     check_functions,
     choose_plan,
-    ending_on_error,
     made_host,
+    making,
     start,
     warn_of_lone_processes,
 )
@@ -48,11 +48,12 @@ from pipesched.pipeline.recovery import LossOptions, Methods, Recovery
 from pipesched.pipeline.regrouping import MeshForm, Regrouping
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
+from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
-from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.pipeline.split_state import own_state, whole_state
+from pipesched.pipeline.split_layers import random_numbers, split_layers
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.pipeline.uneven_orders import UnevenOrders
@@ -201,18 +202,16 @@ class Pipeline(SavingInterface):
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         warn_of_lone_processes(mesh)
         host = made_host(devices, mesh, axes, numerics, distributed)
-        with ending_on_error(host.executor):
+        with making(host):
             learn_decided_types(host.collectives, FoundPlan)
             run_seed = host.collectives.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
-            shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
-            shared |= {"zero": distributed.zero, "weights": distributed.weights}
-            shared |= {"replan_every": distributed.replan_every}
-            check_agreement(host.collectives, module, call, shared)
+            check_agreement(host.collectives, module, call, {**shared, "numerics": numerics, **distributed.agreed})
             _check_replicas(host.grid, plan, numerics, distributed, has_optimizers=optimizer is not None)
-            layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
+            split = split_layers(module, host, distributed, wrap=wrap, compiles=bool(compile))
+            layers = layered(module, call, whole_layers)
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)
             self._numerics = numerics
@@ -238,6 +237,8 @@ class Pipeline(SavingInterface):
                 ),
                 zero=distributed.zero,
                 reduction_order=numerics.reduction_order,
+                split=split,
+                random=random_numbers(module, layers, split),
                 places={name: tensor.device for name, tensor in named_tensors(self._roots)},
                 survives=distributed.survives(joins=mesh is None),
             )
@@ -247,7 +248,7 @@ class Pipeline(SavingInterface):
                 layered=layers,
                 loss_fn=loss_fn,
                 guard=self._guard,
-                grid=host.grid,
+                host=host,
                 intra_op_threads=threads,
                 links=search.links,
                 replicas=replicas,
@@ -268,7 +269,7 @@ class Pipeline(SavingInterface):
                 sample=sample,
                 devices=host.grid.all_devices,
                 ranks_are="threads" if mesh is None else "processes",
-                search=search,
+                search=replace(search, links=self._cost_model.links),
                 numerics=numerics,
                 optimizer=optimizer,
                 free=adds_up(module, loss_fn, loss_weight),
