@@ -166,8 +166,8 @@ class StaleHook:
         away = self.placement.away
         if self.placement.divided:
             return (
-                f"the model of a pipeline with zero=3 or tensor_parallel= must not be used while its weights are divided, "
-                f"because each rank holds only part of them; on rank {place.here} {event}, but {len(away)} of "
+                f"the model of a pipeline with zero=3 or tensor_parallel= must not be used while its weights are "
+                f"divided, because each rank holds only part of them; on rank {place.here} {event}, but {len(away)} of "
                 f"{len(place.homes)} parameters and buffers are divided or belong to other ranks, such as {away[0]!r}; "
                 f"call the pipeline's gather_model() on every rank, before or after close()"
             )

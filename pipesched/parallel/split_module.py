@@ -87,8 +87,10 @@ class SplitForm:
     def of(cls, module: nn.Module) -> "SplitForm | None":
         """Return the form of a split module; None for any other module."""
         present = vars(module)
-        held = present.get(_HELD)
-        return None if held is None else cls(module, type(module), held, {name: present[name] for name in held.attributes})
+        if _HELD not in present:
+            return None
+        held = held_by(module)
+        return cls(module, type(module), held, {name: present[name] for name in held.attributes})
 
     def put_on(self) -> None:
         """Give the module this form again. Its weights stay as they are."""

@@ -156,8 +156,6 @@ class Assembly:
         self._spec = spec
         self.programs = programs
         self.stage_cut = stage_cut
-        #: Combines norms of gradients over the planes; None if no weights are divided over tensor groups.
-        self.planes = None if spec.split is None else PlaneNorms(spec.split.group, self.split_parameters)
         #: The rules for gradients before an update; None if there are no rules.
         self.rules = None if spec.rules is None else replace(spec.rules, planes=self.planes)
         self._filling_s = 0.0
@@ -239,6 +237,11 @@ class Assembly:
         split = self._spec.split
         named = self._spec.model.named_parameters(remove_duplicate=False)
         return {} if split is None else {parameter: name for name, parameter in named if name in split}
+
+    @cached_property
+    def planes(self) -> PlaneNorms | None:
+        """Combines norms of gradients over the planes; None if no weights are divided over tensor groups."""
+        return None if self.split is None else PlaneNorms(self.split.group, self.split_parameters)
 
     @property
     def split(self) -> SplitWeights | None:

@@ -52,8 +52,8 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.sent_values import learn_decided_types
-from pipesched.pipeline.split_state import own_state, whole_state
 from pipesched.pipeline.split_layers import random_numbers, split_layers
+from pipesched.pipeline.split_state import own_state, whole_state
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.pipeline.uneven_orders import UnevenOrders
@@ -1045,9 +1045,9 @@ class Pipeline(SavingInterface):
         split = self._running.assembly.split
         if split is None:
             return state
-        with self._running.host.collectives.connected("state_dict") as collectives:
-            with collectives.stopping_all("state_dict"):
-                return whole_state(self.model, state, split)
+        connected = self._running.host.collectives.connected("state_dict")
+        with connected as collectives, collectives.stopping_all("state_dict"):
+            return whole_state(self.model, state, split)
 
     def _own_blocks(self, state: dict[str, Any]) -> dict[str, Any]:
         split = self._running.assembly.split
@@ -1202,7 +1202,7 @@ def _check_replicas(
 
 
 def _hold_blocks(running: RunningPlan) -> bool:
-    """Let the split layers of a model hold blocks again, if ``gather_model`` has made them whole. Returns whether so."""
+    """Let split layers hold blocks again if ``gather_model`` has made them whole. Returns whether it has."""
     forms = running.assembly.forms
     if forms is None or not forms.is_whole:
         return False

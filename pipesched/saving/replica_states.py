@@ -65,8 +65,8 @@ def check_equal_planes(part: CheckpointPart, host: RankHost) -> None:
             if name is not None:
                 raise CheckpointError(
                     f"the ranks of a tensor group must have the same state apart from the weights that they divide, "
-                    f"because a checkpoint holds it once; {name} differs between rank {peers[0]} and rank {rank} (tensor "
-                    f"rank {plane}); make it equal on all ranks"
+                    f"because a checkpoint holds it once; {name} differs between rank {peers[0]} and rank {rank} "
+                    f"(tensor rank {plane}); make it equal on all ranks"
                 )
 
     agreed(host, compare)

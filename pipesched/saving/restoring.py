@@ -34,7 +34,8 @@ _REMEDIES = {
 }
 
 
-_ROUNDING = ("num_replicas", "num_shards", "num_planes", "reduction_order")  # settings that only change how sums are rounded
+#: The settings that only change how sums are rounded.
+_ROUNDING = ("num_replicas", "num_shards", "num_planes", "reduction_order")
 
 
 @dataclass(frozen=True, kw_only=True)

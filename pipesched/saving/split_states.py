@@ -48,10 +48,8 @@ def whole_weights(weights: Mapping[str, Tensor], run: LiveRun) -> WholeTensors:
     if split is None:
         return NO_WHOLE_TENSORS
     names = [name for name in weights if name in split]
-    return WholeTensors(
-        weights,
-        {name: WholeTensor(run.whole_shape(name), partial(split.whole, name, weights[name].detach())) for name in names},
-    )
+    made = {name: partial(split.whole, name, weights[name].detach()) for name in names}
+    return WholeTensors(weights, {name: WholeTensor(run.whole_shape(name), make) for name, make in made.items()})
 
 
 def _names(entries: Mapping[str, TensorEntry], values: Mapping[str, Any], split: SplitWeights) -> dict[str, str]:
@@ -64,9 +62,9 @@ def _names(entries: Mapping[str, TensorEntry], values: Mapping[str, Any], split:
 
 def _odd(key: str, shape: Sequence[int], name: str, due: Sequence[int], where: str) -> CheckpointError:
     return CheckpointError(
-        f"the states of a weight that tensor_parallel= splits must have the shape of the weight, or be scalars; {key!r} "
-        f"has shape {list(shape)}, but {name!r} has shape {list(due)} on {where}; use an optimizer that updates each "
-        f"element independently, or leave this weight out of tensor_parallel="
+        f"the states of a weight that tensor_parallel= splits must have the shape of the weight, or be scalars; "
+        f"{key!r} has shape {list(shape)}, but {name!r} has shape {list(due)} on {where}; use an optimizer that "
+        f"updates each element independently, or leave this weight out of tensor_parallel="
     )
 
 

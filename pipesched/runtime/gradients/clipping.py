@@ -63,8 +63,8 @@ def clip_gradients(
         if error_if_nonfinite and (first := norms.first_nonfinite()) is not None:
             raise ExecutionError(
                 f"gradients must be finite to be clipped; the norm of all gradients is {float(norm)}, and "
-                f"{measure.name(first)!r} is the first parameter whose gradient norm is not finite; skip this update, or "
-                f"pass error_if_nonfinite=False"
+                f"{measure.name(first)!r} is the first parameter whose gradient norm is not finite; skip this update, "
+                f"or pass error_if_nonfinite=False"
             )
         clip_to_norm_(parameters, max_norm, norm)
     return norm
