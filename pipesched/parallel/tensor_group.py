@@ -162,7 +162,7 @@ class TensorGroup:
         if missing:
             flat = torch.cat([flat, flat.new_zeros(missing)])
         own = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
-        whole = self._gathered(kind, own).view(-1)
+        whole = self._gathered(kind, own).reshape(-1)
         return whole[: tensor.numel()].view(tensor.shape)
 
     def _exchanged(self, kind: str, shards: Tensor, calls: int = 1) -> Tensor:
