@@ -210,7 +210,7 @@ class Pipeline(SavingInterface):
             check_agreement(host.collectives, module, call, {**shared, "numerics": numerics, **distributed.agreed})
             _check_replicas(host.grid, plan, numerics, distributed, has_optimizers=optimizer is not None)
             initial = Initial(module, init, run_seed, loss_fn)
-            split = split_layers(module, host, distributed, wrap=wrap, compiles=bool(compile))
+            split = split_layers(module, loss_fn, host, distributed, wrap=wrap, compiles=bool(compile))
             layers = layered(module, call, whole_layers)
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)

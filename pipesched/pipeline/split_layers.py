@@ -17,7 +17,7 @@ from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_module import Wrap
 from pipesched.model.state_guard import set_aside, untouched
 from pipesched.parallel.dropout import DividedRandom
-from pipesched.parallel.styles import split_model
+from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
 from pipesched.pipeline.options import Distributed
@@ -32,12 +32,13 @@ _META = torch.device("meta")
 
 
 def split_layers(
-    model: nn.Module, host: RankHost, distributed: Distributed, *, wrap: Wrap | None, compiles: bool
+    model: nn.Module, loss_fn: Any, host: RankHost, distributed: Distributed, *, wrap: Wrap | None, compiles: bool
 ) -> SplitWeights | None:
     """Split layers of the model in place over the ranks of the tensor group. Return how, or None if no layer is split.
 
     Args:
         model: the user's module.
+        loss_fn: the user's loss, which may take divided logits; None if the model computes its own loss.
         host: the host of the ranks.
         distributed: the options, of which ``tensor_parallel`` names the layers.
         wrap: the user's ``wrap=``, which must be None if layers are split.
@@ -52,6 +53,7 @@ def split_layers(
     )
     if distributed.tensor_parallel is None or host.tensor is None:
         return None
+    divide_losses(loss_fn, host.tensor)
     return split_model(model, distributed.tensor_parallel, host.tensor)
 
 

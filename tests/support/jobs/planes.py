@@ -159,7 +159,7 @@ def by_hand(group: Any, schedule: str, inputs: str = "all") -> dict[str, float]:
         block[0] = ByHand(block[0], mesh["tp"].get_group())
     x, y = batch()
     options = {"schedule": schedule, "distributed": Distributed(timeout=20, weights="own", inputs=inputs)}
-    boundaries = {"zb-v": ["1", "2", "3"]}.get(schedule, ["2"])
+    boundaries = {"zb-v": [3, 6, 9]}.get(schedule, [6])
     with pipeline(mesh, model, x, optimizer=sgd, boundaries=boundaries, **options) as pipe:
         losses = [float(_stepped(pipe, x, y, inputs)) for _ in range(STEPS)]
         outputs = pipe.step(*([] if _waits(inputs) else [x]), target=None if _waits(inputs) else y, return_outputs=True)
