@@ -1,7 +1,7 @@
 """Jobs that train, save and load models whose weights the ranks of a tensor group divide."""
 
-import hashlib
-import json
+
+
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Numerics, Pipeline, with_master_weights
 from pipesched.parallel.layer_styles import Column
 from pipesched.saving.manifest import Manifest
 from pipesched.testing import clip_grad_norm_, reference_step
@@ -226,3 +226,22 @@ def said(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def saved_again(group: Any, case: Case, path: str, other: str, asynchronous: bool) -> None:
+    """Load a checkpoint, and save the run again without a step."""
+    run = Run(case, case.model(seed=7))
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        pipe.load(path)
+        pipe.save(other, asynchronous=asynchronous)
+
+
+def masters_saved(group: Any, case: Case, path: str, other: str) -> None:
+    """Train with float32 copies of bfloat16 weights, or load a run, and save."""
+    run = Run(case, case.model(), optimizer=lambda parameters: with_master_weights(adam(parameters)))
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        if path:
+            pipe.load(path)
+        else:
+            run.train(range(2))
+        pipe.save(other)
