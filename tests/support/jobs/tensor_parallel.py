@@ -14,7 +14,7 @@ from pipesched import Distributed, Numerics, Pipeline
 from pipesched.program.actions import Kind
 from pipesched.testing import clip_grad_norm_, reference_step
 
-SEED, ROWS, STEPS, WIDTH = 3, 16, 3, 32
+SEED, ROWS, LENGTH, STEPS, WIDTH = 3, 32, 16, 3, 96  # so large that the W of a linear layer pays
 SPLIT = {"*.up": "column", "*.down": "row"}
 
 
@@ -57,11 +57,12 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def batch_of(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(ROWS, WIDTH, generator=generator).to(dtype), torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+    x, y = (torch.randn(ROWS, LENGTH, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return x, y
 
 
-def adam(parameters: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def pipeline(case: Case, **options: Any) -> Pipeline:
@@ -73,7 +74,7 @@ def pipeline(case: Case, **options: Any) -> Pipeline:
         "schedule": case.schedule,
         "num_microbatches": case.num_microbatches,
         "seed": SEED,
-        "optimizer": adam,
+        "optimizer": sgd,
         "numerics": Numerics(clip_grad_norm=case.clip),
         "distributed": Distributed(**given | options.pop("distributed", {})),
     }
@@ -117,7 +118,7 @@ def looped(dtype: torch.dtype, replicas: int, clip: float | None) -> Trained:
     """Train whole layers in a plain loop."""
     model = model_of(dtype)
     x, y = batch_of(dtype)
-    optimizer = adam(list(model.parameters()))
+    optimizer = sgd(list(model.parameters()))
     losses, norms = [], []
     for number in range(STEPS):
         shape = {"num_microbatches": 8 // replicas, "num_replicas": replicas, "seed": SEED, "step": number}
