@@ -59,18 +59,15 @@ class HeadsAttention(nn.Module):
         rate = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            weights = self._weights(queries, keys, mask)
-            output = torch.matmul(functional.dropout(weights, rate) if rate else weights, values)
+            weights = functional.dropout(self._weights(queries, keys, mask), rate)  # torch returns them so, too
+            output = torch.matmul(weights, values)
             weights = self._of_all_heads(weights, average_attn_weights)
         else:
             output = functional.scaled_dot_product_attention(queries, keys, values, mask, rate, causal)
-        output = output.transpose(1, 2).flatten(2)
+        output = self.out_proj(output.permute(2, 0, 1, 3).flatten(2), 0)  # (length, batch, width), as torch lays it out
         if not batched:
-            output = output.squeeze(0)
-            weights = None if weights is None else weights.squeeze(0)
-        elif not self.batch_first:
-            output = output.transpose(0, 1)
-        return self.out_proj(output), weights
+            return output.squeeze(1), None if weights is None else weights.squeeze(0)
+        return output.transpose(0, 1) if self.batch_first else output, weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         held = held_by(self)

@@ -110,8 +110,8 @@ class RowLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the whole output, or this rank's positions of it."""
+    def forward(self, x: Tensor, sequence_dim: int | None = None) -> Tensor:
+        """Return the whole output, or this rank's positions of it. ``sequence_dim`` is that of the group by default."""
         held = held_by(self)
         group = held.group
         if held.options["whole_input"]:
@@ -120,7 +120,7 @@ class RowLinear(nn.Module):
         bias = self.bias
         if held.options["sequence"]:
             group.layout = ActivationLayout.SEQUENCE
-            output = scatter_sequence(partial, group, group.sequence_dim)
+            output = scatter_sequence(partial, group, group.sequence_dim if sequence_dim is None else sequence_dim)
             if bias is not None:
                 (bias,) = summed_weights(group, bias)
         else:

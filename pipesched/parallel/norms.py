@@ -40,22 +40,22 @@ class Summed(nn.Module):
         return functional_call(_Bound(self), own, args, kwargs)
 
 
-class DividesSequence(nn.Module):
+class DividesSequence(Summed):
     """The forward of a module that runs on this rank's positions of a whole input."""
 
-    def forward(self, x: Tensor) -> Any:
-        """Call the module with this rank's positions."""
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with this rank's positions of its first argument."""
         group = held_by(self).group
         group.layout = ActivationLayout.SEQUENCE
-        return super().forward(scatter_to(x, group, group.sequence_dim))
+        return super().forward(scatter_to(x, group, group.sequence_dim), *args, **kwargs)
 
 
-class JoinsSequence(nn.Module):
+class JoinsSequence(Summed):
     """The forward of a module after which all ranks have all positions again."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and gather the positions of its output."""
         group = held_by(self).group
-        output = super().forward(x)
+        output = super().forward(*args, **kwargs)
         group.layout = ActivationLayout.WHOLE
         return gather_from(output, group, group.sequence_dim)

@@ -129,11 +129,12 @@ class TensorGroup:
         """Return the blocks of all ranks, joined in rank order along a dimension."""
         if self.size == 1:
             return tensor
-        dim %= tensor.dim()
-        blocks = self._gathered("all-gather", tensor)
-        if dim == 0:
-            return blocks.flatten(0, 1)
-        return blocks.movedim(0, dim).reshape(*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
+        order = _memory_order(tensor)
+        dim = order.index(dim % tensor.dim())
+        block = tensor.permute(order)
+        blocks = self._gathered("all-gather", block).movedim(0, dim)
+        whole = blocks.reshape(*block.shape[:dim], -1, *block.shape[dim + 1 :])
+        return whole.permute(_inverse(order))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in rank order. All have the same shape."""
@@ -148,22 +149,25 @@ class TensorGroup:
         """
         if self.size == 1:
             return tensor
-        dim %= tensor.dim()
+        order = _memory_order(tensor)
         part = self.own(tensor, dim).shape[dim]
-        blocks = tensor.unflatten(dim, (self.size, part)).movedim(dim, 0)
+        dim = order.index(dim % tensor.dim())
+        blocks = tensor.permute(order).unflatten(dim, (self.size, part)).movedim(dim, 0)
         own = _sum(self._exchanged("reduce-scatter", blocks.reshape(self.size, -1)))
-        return own.view(blocks.shape[1:])
+        return own.view(blocks.shape[1:]).permute(_inverse(order))
 
     def _reduced(self, kind: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
         if self.size == 1:
             return tensor.clone()
-        flat = tensor.reshape(-1)
+        order = _memory_order(tensor)
+        own = tensor.permute(order)
+        flat = own.reshape(-1)
         missing = -flat.numel() % self.size
         if missing:
             flat = torch.cat([flat, flat.new_zeros(missing)])
-        own = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
-        whole = self._gathered(kind, own).reshape(-1)
-        return whole[: tensor.numel()].view(tensor.shape)
+        shard = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
+        whole = self._gathered(kind, shard).reshape(-1)
+        return whole[: flat.numel() - missing].view(own.shape).permute(_inverse(order))
 
     def _exchanged(self, kind: str, shards: Tensor, calls: int = 1) -> Tensor:
         """Send row r to rank r, and return the rows that all ranks sent to this rank."""
@@ -222,6 +226,18 @@ def _ended(work: Any) -> bool:
             raise
         return False
     return True
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """Return the dimensions in the order in which the tensor lies in memory.
+
+    Collectives keep this order, because random functions, such as dropout, draw numbers in this order.
+    """
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
