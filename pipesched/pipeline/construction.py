@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,7 +109,12 @@ def check_agreement(collectives: RankCollectives, model: nn.Module, call: Any, o
     facts = {"the version of torch": str(torch.__version__), **said, "the form of the sample": form_of_sample(call)}
     collectives.agree_on(lambda: {**facts, **facts_of_model(model)}, "make the same pipeline on every rank")
     if options["weights"] == "all":
-        collectives.agree_on(lambda: facts_of_weights(model, collectives.gathered), _SAME_WEIGHTS)
+        collectives.agree_on(lambda: facts_of_weights(model, partial(_in_planes, collectives)), _SAME_WEIGHTS)
+
+
+def _in_planes(collectives: RankCollectives, value: Any) -> list[Any]:
+    """All-gather a value over the processes of this replica in all planes."""
+    return [*chain(*collectives.gather_over_planes(collectives.gathered(value)))]
 
 
 def _check_survival(spec: AssemblySpec, grid: RankGrid, programs: ProgramFactory) -> None:
