@@ -95,7 +95,7 @@ def step(pipe: Pipeline, case: Case, **wanted: Any) -> Any:
 class Trained(NamedTuple):
     losses: list[float]
     norms: list[float | None]
-    #: This rank's blocks of the weights of its stages, by their names.
+    #: This rank's blocks of the weights of its stages, or with zero=3 the whole weights, by their names.
     weights: dict[str, Tensor]
     #: W / (I + W) of this rank's actions in seconds; 0 if there is no W.
     share: float
@@ -109,6 +109,8 @@ def trained(group: Any, case: Case) -> Trained:
             norms.append(None if pipe.grad_norm is None else float(pipe.grad_norm))
         spans = list(pipe.trace.spans)
         took = {kind: sum(s.end_s - s.start_s for s in spans if s.action.kind is kind) for kind in (Kind.I, Kind.W)}
+        if case.zero == 3:
+            pipe.gather_model()
         weights = {name: own.detach().clone() for name, own in pipe.named_parameters()}
         return Trained(losses, norms, weights, took[Kind.W] / sum(took.values()) if took[Kind.W] else 0.0)
 
@@ -130,7 +132,7 @@ def looped(dtype: torch.dtype, replicas: int, clip: float | None) -> Trained:
 
 
 def block_of(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
-    """Return the block of a weight that a tensor rank holds."""
+    """Return the block of a weight that a tensor rank holds; the whole weight if ``size`` is 1."""
     if ".up." in name:
         return whole.chunk(size)[rank]
     return whole.chunk(size, 1)[rank] if name.endswith("down.weight") else whole
@@ -139,7 +141,7 @@ def block_of(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
 def differences(case: Case, results: list[Trained]) -> dict[str, float]:
     """Return the largest relative differences from the plain loop: of losses, norms and weights."""
     due = looped(case.dtype, case.mesh[0], case.clip)
-    size = case.mesh[2]
+    size = 1 if case.zero == 3 else case.mesh[2]
     weights = [
         (own - (whole := block_of(name, due.weights[name], rank % size, size))).abs().max() / whole.abs().max()
         for rank, one in enumerate(results)
