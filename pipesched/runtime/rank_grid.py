@@ -324,7 +324,7 @@ def grid_of(
     by_position = grids.flatten(2, 3).transpose(2, 3)
     sums = SumRanks(
         whole=by_position.flatten(0, 2).tolist(),
-        shards=grids.permute(0, 1, 2, 4, 3).flatten(0, 3).tolist(),
+        shards=grids.permute(0, 1, 3, 4, 2).flatten(0, 3).tolist(),
         tensor=grids.permute(0, 2, 3, 4, 1).flatten(0, 3).tolist() if "tensor" in dims else [],
     )
     rank = members.index(distributed.get_rank())

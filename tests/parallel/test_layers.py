@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched.parallel.layer_styles import Attention, Block, Column, DividedVocabulary, Row, SequencePart
+from pipesched.parallel.layer_styles import Block, Column, DividedVocabulary
 from tests.support.divided_layers import EXACT, Perceptron, compared
 
 SIZES = [2, 4, 8]
@@ -159,7 +159,8 @@ CASES = {
         block_in_a_model,
         {
             "0": DividedVocabulary(sequence=True),
-            "2": Block(sequence=True), "3": Block(sequence=True),
+            "2": Block(sequence=True),
+            "3": Block(sequence=True),
             "4": "summed",
             "5": Column(sequence=True, gathered=True),
         },
@@ -169,6 +170,7 @@ CASES = {
         {"1": "sequence-begin", "2": Block(sequence=True), "3": Block(sequence=True), "4": "sequence-end"},
     ),
 }
+
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

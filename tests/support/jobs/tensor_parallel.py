@@ -14,7 +14,7 @@ from pipesched import Distributed, Numerics, Pipeline
 from pipesched.program.actions import Kind
 from pipesched.testing import clip_grad_norm_, reference_step
 
-SEED, ROWS, STEPS, WIDTH = 3, 16, 3, 32
+SEED, ROWS, LENGTH, STEPS, WIDTH = 3, 32, 16, 3, 96  # so large that the W of a linear layer pays
 SPLIT = {"*.up": "column", "*.down": "row"}
 
 
@@ -57,11 +57,12 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def batch_of(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(ROWS, WIDTH, generator=generator).to(dtype), torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+    x, y = (torch.randn(ROWS, LENGTH, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return x, y
 
 
-def adam(parameters: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def pipeline(case: Case, **options: Any) -> Pipeline:
@@ -73,7 +74,7 @@ def pipeline(case: Case, **options: Any) -> Pipeline:
         "schedule": case.schedule,
         "num_microbatches": case.num_microbatches,
         "seed": SEED,
-        "optimizer": adam,
+        "optimizer": sgd,
         "numerics": Numerics(clip_grad_norm=case.clip),
         "distributed": Distributed(**given | options.pop("distributed", {})),
     }
@@ -94,7 +95,7 @@ def step(pipe: Pipeline, case: Case, **wanted: Any) -> Any:
 class Trained(NamedTuple):
     losses: list[float]
     norms: list[float | None]
-    #: This rank's blocks of the weights of its stages, by their names.
+    #: This rank's blocks of the weights of its stages, or with zero=3 the whole weights, by their names.
     weights: dict[str, Tensor]
     #: W / (I + W) of this rank's actions in seconds; 0 if there is no W.
     share: float
@@ -108,6 +109,8 @@ def trained(group: Any, case: Case) -> Trained:
             norms.append(None if pipe.grad_norm is None else float(pipe.grad_norm))
         spans = list(pipe.trace.spans)
         took = {kind: sum(s.end_s - s.start_s for s in spans if s.action.kind is kind) for kind in (Kind.I, Kind.W)}
+        if case.zero == 3:
+            pipe.gather_model()
         weights = {name: own.detach().clone() for name, own in pipe.named_parameters()}
         return Trained(losses, norms, weights, took[Kind.W] / sum(took.values()) if took[Kind.W] else 0.0)
 
@@ -117,7 +120,7 @@ def looped(dtype: torch.dtype, replicas: int, clip: float | None) -> Trained:
     """Train whole layers in a plain loop."""
     model = model_of(dtype)
     x, y = batch_of(dtype)
-    optimizer = adam(list(model.parameters()))
+    optimizer = sgd(list(model.parameters()))
     losses, norms = [], []
     for number in range(STEPS):
         shape = {"num_microbatches": 8 // replicas, "num_replicas": replicas, "seed": SEED, "step": number}
@@ -129,7 +132,7 @@ def looped(dtype: torch.dtype, replicas: int, clip: float | None) -> Trained:
 
 
 def block_of(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
-    """Return the block of a weight that a tensor rank holds."""
+    """Return the block of a weight that a tensor rank holds; the whole weight if ``size`` is 1."""
     if ".up." in name:
         return whole.chunk(size)[rank]
     return whole.chunk(size, 1)[rank] if name.endswith("down.weight") else whole
@@ -138,7 +141,7 @@ def block_of(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
 def differences(case: Case, results: list[Trained]) -> dict[str, float]:
     """Return the largest relative differences from the plain loop: of losses, norms and weights."""
     due = looped(case.dtype, case.mesh[0], case.clip)
-    size = case.mesh[2]
+    size = 1 if case.zero == 3 else case.mesh[2]
     weights = [
         (own - (whole := block_of(name, due.weights[name], rank % size, size))).abs().max() / whole.abs().max()
         for rank, one in enumerate(results)
