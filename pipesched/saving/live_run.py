@@ -90,12 +90,14 @@ class LiveRun:
 
         They are those of replica 0, or of all replicas if these hold different states.
         """
-        return self.numbered if self.zero else self.host.grid.first_rows[0]
+        grid = self.host.grid
+        return self.numbered if self.zero or grid.in_one_process else grid.first_rows[0]
 
     @property
     def numbered(self) -> tuple[int, ...]:
         """The processes of the first plane, in ascending order."""
-        return tuple(sorted(chain(*self.host.grid.first_rows)))
+        grid = self.host.grid
+        return (0,) if grid.in_one_process else tuple(sorted(chain(*grid.first_rows)))
 
     @property
     def replica(self) -> int:
