@@ -13,7 +13,7 @@ from torch import nn
 from pipesched.errors import InputError
 from pipesched.parallel.tensor_group import TensorGroup
 
-__all__ = ["Held", "become", "held_by", "restore"]
+__all__ = ["Held", "SplitForm", "become", "held_by", "restore"]
 
 _HELD = "tensor_parallel"  # the attribute of a split module
 
@@ -72,6 +72,31 @@ def restore(module: nn.Module) -> None:
     if held is not None:
         module.__class__ = held.original
         vars(module).update(held.attributes)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitForm:
+    """The class and the attributes of a split module, which ``restore`` takes from it."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    held: Held
+    attributes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "SplitForm | None":
+        """Return the form of a split module; None for any other module."""
+        present = vars(module)
+        if _HELD not in present:
+            return None
+        held = held_by(module)
+        return cls(module, type(module), held, {name: present[name] for name in held.attributes})
+
+    def put_on(self) -> None:
+        """Give the module this form again. Its weights stay as they are."""
+        self.module.__class__ = self.kind
+        vars(self.module).update(self.attributes)
+        vars(self.module)[_HELD] = self.held
 
 
 @functools.cache

@@ -187,7 +187,7 @@ class ModuleInterface:
     def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
         known = self._all_state()
         whole = all(name in state and not _is_empty(value) for name, value in known.items() if not self._is_own(name))
-        state = {name: value for name, value in state.items() if name in known or self._is_own(name)}
+        state = self._own_blocks({name: value for name, value in state.items() if name in known or self._is_own(name)})
         others = {name: value for name, value in known.items() if not self._is_own(name)}
         empty = {name: value for name, value in others.items() if _is_empty(value)}
         state = {**others, **state, **empty}
@@ -201,6 +201,10 @@ class ModuleInterface:
         if loss and _LOSS_PREFIX in modules:
             bare = {name.removeprefix(_LOSS_PREFIX): value for name, value in loss.items()}
             modules[_LOSS_PREFIX].load_state_dict(bare, strict)
+
+    def _own_blocks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with the blocks that this process holds, given one with whole weights."""
+        return state
 
     @property
     def training(self) -> bool:

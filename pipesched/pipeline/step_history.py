@@ -72,7 +72,7 @@ class StepHistory:
         processes: the process or its layers have become slow. It measures the layers to find out.
 
         The first step of the plan, which includes warm-up, is left out if there are enough others. With several
-        replicas, the actions of each rank are those of the replica in which this rank took the longest.
+        replicas or planes, the actions of each rank are those of the process in which this rank took the longest.
         """
         runs = list(self._running.runs)
         runs = runs[1:] if len(runs) > FEWEST else runs
@@ -93,13 +93,17 @@ class StepHistory:
         host = self._running.host
         own = self._cost_model.slowness_here() if host.grid.rank in unclear else None
         slowness = host.collectives.gathered_in_all(own)
-        return {rank: slowness[rank] for rank in unclear}
+        found: dict[Hashable, float] = {}
+        for rank in unclear:  # the ranks of a tensor group wait for the slowest of them
+            place = host.grid.in_first_plane(rank)
+            found[place] = max(slowness[rank], found.get(place, 0.0))
+        return found
 
     def _joined(self, every: Sequence[Sequence[Sequence[Span]]]) -> list[Trace]:
         """Return one trace for each step, made from the spans of each process in its last steps."""
         grid = self._running.host.grid
         slowest = [
-            max((row[position] for row in grid.rows), key=lambda rank: sum(map(_busy_s, every[rank])))
+            max(grid.ranks_at(position), key=lambda rank: sum(map(_busy_s, every[rank])))
             for position in range(len(grid.pipeline))
         ]
         count = min(len(own) for own in every)

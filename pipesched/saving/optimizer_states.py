@@ -247,11 +247,11 @@ class OptimizerChanges:
         entry = self._saved.entries.get(key)
         if member.rows is None or entry is None or not entry.shape:
             return None
-        if entry.shape != run.shapes[member.name]:
+        if entry.shape != run.whole_shape(member.name):
             raise CheckpointError(
                 f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; "
                 f"{key!r} has shape {list(entry.shape)} in {self._saved.where}, but the parameter has shape "
-                f"{list(run.shapes[member.name])}; leave zero= out"
+                f"{list(run.whole_shape(member.name))}; leave zero= out"
             )
         return member.rows
 
