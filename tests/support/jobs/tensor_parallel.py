@@ -1,6 +1,5 @@
 """Jobs of the tests of tensor parallelism: they train split layers, and compare with whole layers in a plain loop."""
 
-import copy
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -191,17 +190,20 @@ def replanned(group: Any, case: Case, num_replicas: int | None = None) -> Traine
 
 def in_one_process(case: Case) -> list[float]:
     """Return the losses of the same pipeline of whole layers, whose ranks are threads of this process."""
-    with warnings.catch_warnings(action="ignore"), Pipeline(
-        model_of(case.dtype),
-        batch_of(case.dtype)[0][:2],
-        loss_fn=functional.mse_loss,
-        devices=["cpu"] * case.mesh[1],
-        schedule=case.schedule,
-        boundaries=[2] if case.schedule in ASYNCHRONOUS else None,
-        num_microbatches=case.num_microbatches,
-        seed=SEED,
-        optimizer=sgd,
-    ) as pipe:
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Pipeline(
+            model_of(case.dtype),
+            batch_of(case.dtype)[0][:2],
+            loss_fn=functional.mse_loss,
+            devices=["cpu"] * case.mesh[1],
+            schedule=case.schedule,
+            boundaries=[2] if case.schedule in ASYNCHRONOUS else None,
+            num_microbatches=case.num_microbatches,
+            seed=SEED,
+            optimizer=sgd,
+        ) as pipe,
+    ):
         losses = [float(step(pipe, case)) for _ in range(STEPS)]
         last = pipe.flush()
         return losses if last is None else [*losses, float(last)]
@@ -220,9 +222,8 @@ def gradients(group: Any, case: Case) -> tuple[float, float]:
     """Return the largest relative differences of the loss and of the gradients of a step from a plain loop."""
     model = model_of(case.dtype)
     x, y = batch_of(case.dtype)
-    due = float(
-        reference_step(model, x, loss_fn=functional.mse_loss, target=y, num_microbatches=case.num_microbatches, seed=SEED)
-    )
+    options = {"target": y, "num_microbatches": case.num_microbatches, "seed": SEED}
+    due = float(reference_step(model, x, loss_fn=functional.mse_loss, **options))
     whole = {name: own.grad for name, own in model.named_parameters()}
     with pipeline(case, optimizer=None) as pipe:
         loss = float(step(pipe, case))
