@@ -151,7 +151,7 @@ def test_without_a_group_it_is_the_loss_of_torch():
 def test_targets_that_are_probabilities_are_refused():
     loss_fn = VocabularyCrossEntropy()
     loss_fn.divide(TensorGroup.counting(2))
-    with pytest.raises(InputError, match="must be class numbers; got torch.float32 of shape"):
+    with pytest.raises(InputError, match=r"must be class numbers; got torch\.float32 of shape"):
         loss_fn(torch.randn(4, CLASSES // 2), torch.randn(4, CLASSES))
 
 
@@ -159,7 +159,7 @@ def test_targets_that_are_probabilities_are_refused():
 def test_a_target_that_is_no_class_raises_the_error_of_torch(number):
     loss_fn = VocabularyCrossEntropy()
     loss_fn.divide(TensorGroup.counting(2))
-    with pytest.raises(RuntimeError, match="index|out of bounds"):
+    with pytest.raises(RuntimeError, match=r"index|out of bounds"):
         loss_fn(torch.randn(1, CLASSES // 2), torch.tensor([number]))
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, whole and divided by "auto"; imported by ranks only, because the import takes seconds."""
+"""Tiny models of transformers, whole and divided by "auto". Ranks import them, because the import takes seconds."""
 
 import copy
 
@@ -141,7 +141,7 @@ def make(name, attention, **options):
 
 
 def compared_model(process_group, size, name, attention, training, wanted="auto"):
-    """Run a model whole and divided; return the difference, the part of the weights that a rank holds, and the splits."""
+    """Run a model whole and divided; return the difference, the part of the weights on a rank, and what is split."""
     model = make(name, attention)
     inputs, labels = batch(model)
     divided = copy.deepcopy(model)
