@@ -22,6 +22,7 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
+from pipesched.profiling.lone_layers import without_collectives
 from pipesched.profiling.loss_costs import with_supposed_loss
 from pipesched.profiling.tensor_link import collective_s, given_link
 from pipesched.program.checkpoint_options import offloading
@@ -112,6 +113,7 @@ class CostModel:
         self._loss_fn = loss_fn
         self._guard = guard
         self._tensor = host.tensor
+        self._may_wait = host.tensor is not None and host.tensor_link is None and host.tensor.size > 1
         link = given_link(links, host.grid) if links is not None and host.tensor is not None else host.tensor_link
         self._collective_s = None if link is None else collective_s(link)
         grid = host.grid
@@ -164,6 +166,12 @@ class CostModel:
         return self.layers
 
     def _measured_now(self, *, crowds: bool) -> dict[str, LayerCosts]:
+        if self._may_wait:
+            with without_collectives():  # the user may have split layers
+                self._measured_alone(crowds=False)
+        return self._measured_alone(crowds=crowds)
+
+    def _measured_alone(self, *, crowds: bool) -> dict[str, LayerCosts]:
         without_contents = lacks_contents(self._model)
         effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
         device = self._devices[0]
