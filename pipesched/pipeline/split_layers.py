@@ -8,7 +8,7 @@ blocks. While a pipeline is made, and while layers are measured, the collectives
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import Beside
 from pipesched.tensors.payload import pytree
 
-__all__ = ["random_numbers", "split_layers"]
+__all__ = ["probing", "random_numbers", "split_layers"]
+
+T = TypeVar("T")
 
 _META = torch.device("meta")
 
@@ -55,6 +57,22 @@ def split_layers(
         return None
     divide_losses(loss_fn, host.tensor)
     return split_model(model, distributed.tensor_parallel, host.tensor)
+
+
+def probing(host: RankHost, split: SplitWeights | None) -> Callable[[Callable[[], T]], T]:
+    """Return a function that calls a function which runs the model, and returns rank 0's result in all processes.
+
+    If the user may have split layers, whose collectives wait for other ranks, all ranks call the function.
+    """
+    agreed = host.collectives.agreed
+    if host.tensor is None or split is not None:
+        return agreed
+
+    def of_all(make: Callable[[], T]) -> T:
+        own = make()
+        return agreed(lambda: own)
+
+    return of_all
 
 
 def random_numbers(
