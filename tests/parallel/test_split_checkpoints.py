@@ -68,7 +68,9 @@ def assert_resumes(pools: Pools, before: Case, after: list[Case], path: str, **o
             assert_near(found[1], norms, case)
             assert found[2].keys() == weights.keys()
             for name, value in found[2].items():
-                torch.testing.assert_close(value, weights[name], rtol=1e-5 if case.dtype == torch.float32 else 1e-10, atol=1e-7)
+                torch.testing.assert_close(
+                    value, weights[name], rtol=1e-5 if case.dtype == torch.float32 else 1e-10, atol=1e-7
+                )
             sizes = [each.dims[2] if each.dims else 1 for each in (before, case)]
             warned = any("the number of ranks that split the layers affects rounding" in text for text in found[3])
             assert warned == (sizes[0] != sizes[1])
@@ -77,7 +79,9 @@ def assert_resumes(pools: Pools, before: Case, after: list[Case], path: str, **o
 def plain_states(path: str) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint with torch alone."""
     manifest = Manifest.read(Path(path))
-    wanted = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in manifest.tensors.items()}
+    wanted = {
+        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in manifest.tensors.items()
+    }
     reader = checkpoint.HuggingFaceStorageReader(str(Path(path) / manifest.data))
     checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     return wanted
@@ -124,7 +128,12 @@ def test_other_runs_resume(pools: Pools, tmp_path: Path, case: Case) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_run_with_zero_resumes(pools: Pools, tmp_path: Path, zero: int) -> None:
     case = Case((2, 2, 2), zero=zero, tied=zero < 3)
-    after = [case, replace(case, dims=(2, 1, 2), zero=(zero + 1) % 4), replace(case, dims=(2, 1, 1)), replace(case, dims=None, zero=0)]
+    after = [
+        case,
+        replace(case, dims=(2, 1, 2), zero=(zero + 1) % 4),
+        replace(case, dims=(2, 1, 1)),
+        replace(case, dims=None, zero=0),
+    ]
     assert_resumes(pools, case, after, str(tmp_path / "c"))
 
 
