@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipesched.checks import check_type
 from pipesched.devices.transfers import CUDA
@@ -127,7 +128,10 @@ class ModuleInterface:
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         parameters = parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)]
-        return watched(parameters) if self._is_divided() else iter(parameters)
+        return watched(parameters, self._check_optimizer) if self._is_divided() else iter(parameters)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that the user makes of this process's parameters."""
 
     def _is_divided(self) -> bool:
         """Return whether other processes train other parameters of the model."""

@@ -72,6 +72,7 @@ from pipesched.runtime.gradients.plane_norms import NormMeasure
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.stage.compiled_layers import compiler
+from pipesched.runtime.stage.elementwise import check_elementwise
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.simulation.memory import RankMemory
@@ -1150,6 +1151,10 @@ class Pipeline(SavingInterface):
         """Return whether other processes train other parameters of the model."""
         grid = self._running.host.grid
         return not grid.in_one_process and (len(grid.devices) > 1 or bool(grid.planes))
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        assembly = self._running.assembly
+        check_elementwise(optimizer, assembly.held_parameters(), assembly.split_parameters)
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # a stage that ran with an older weight version has left that version in its modules
