@@ -132,7 +132,8 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 def _with_vocabulary(model: nn.Module, styles: dict[str, LayerStyle], size: int) -> None:
     """Divide the head and the embedding that shares its weight, if the vocabulary can be divided; else neither."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    known: Any = model
+    head = known.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return
     sharing = {

@@ -176,5 +176,5 @@ def scatter_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
 def _applied(function: type[torch.autograd.Function], group: TensorGroup, x: Tensor, *dim: int) -> Tensor:
     if group.size == 1:
         return x
-    output: Tensor = function.apply(group, x, *dim)  # type: ignore[no-untyped-call]
+    output: Tensor = function.apply(group, x, *dim)
     return output

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pipesched.errors import InputError
 from pipesched.parallel.collective_functions import reduce_from
 from pipesched.parallel.embedding import own_places
-from pipesched.parallel.tensor_group import TensorGroup
+from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 
 __all__ = ["VocabularyCrossEntropy", "cross_entropy_of_rows", "vocabulary_cross_entropy"]
 
@@ -119,8 +119,10 @@ def vocabulary_cross_entropy(
     losses = losses.masked_fill(~counted, 0)
     if not torch.is_autocast_enabled(input.device.type):
         losses = losses.to(input.dtype)
+    group.layout = ActivationLayout.WHOLE
     if reduction == "none":
-        return losses.view(target.shape)
+        each: Tensor = losses.view(target.shape)
+        return each
     total: Tensor = losses.sum()
     return total if reduction == "sum" else total / counted.sum()
 

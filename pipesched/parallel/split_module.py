@@ -3,7 +3,6 @@
 The module stays the same object. Its class becomes a subclass of its class, as with torch's ``fully_shard``.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +98,11 @@ class SplitForm:
         vars(self.module)[_HELD] = self.held
 
 
-@functools.cache
+_subclasses: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
 def _subclass(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    return type(mixin.__name__, (mixin, original), {"__module__": mixin.__module__})
+    pair = mixin, original
+    if pair not in _subclasses:
+        _subclasses[pair] = type(mixin.__name__, pair, {"__module__": mixin.__module__})
+    return _subclasses[pair]

@@ -225,6 +225,11 @@ def _check_ties(
 @torch.no_grad()
 def _divide(parameter: nn.Parameter, split: WeightSplit, group: TensorGroup) -> None:
     """Let a Parameter hold this rank's block, in memory of its own, so that the whole weight is freed."""
-    parameter.data = split.own(parameter.data, group.rank, group.size).contiguous().clone()
-    if parameter.grad is not None:
-        parameter.grad = split.own(parameter.grad, group.rank, group.size).contiguous().clone()
+    block = split.own(parameter.data, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+    grad = parameter.grad
+    parameter.grad = None
+    other = torch.float32 if parameter.dtype is torch.float16 else torch.float16
+    parameter.data = block.new_empty(0, dtype=other)  # lets autograd forget the shape, which a live graph remembers
+    parameter.data = block
+    if grad is not None:
+        parameter.grad = split.own(grad, group.rank, group.size).clone(memory_format=torch.contiguous_format)

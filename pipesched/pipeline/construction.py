@@ -154,7 +154,7 @@ def _in_words(value: Any) -> str:
 
 @contextmanager
 def making(host: RankHost) -> Iterator[None]:
-    """Stop the ranks in all processes if the ``with`` block raises. Meanwhile, split layers run in each process alone."""
+    """Stop the ranks in all processes if the ``with`` block raises. In it, split layers run in each process alone."""
     try:
         with host.alone():
             yield

@@ -29,7 +29,16 @@ from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.torch_checks import as_timeout
 
-__all__ = ["HostMaker", "RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads", "tensor_group"]
+__all__ = [
+    "HostMaker",
+    "RankHost",
+    "alone",
+    "host_for",
+    "host_of_group",
+    "host_of_mesh",
+    "host_of_threads",
+    "tensor_group",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +57,7 @@ class RankHost:
 
     def alone(self) -> AbstractContextManager[None]:
         """A context in which split layers run in this process alone, without collectives of its tensor group."""
-        return nullcontext() if self.tensor is None else self.tensor.alone()
+        return alone(self.tensor)
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """Return a host for the same ranks. Only the first ``num_ranks`` ranks of this host hold stages.
@@ -59,7 +68,9 @@ class RankHost:
         return replace(self, grid=grid, executor=self.executor.with_devices(grid.devices))
 
     def arranged(self, rows: Rows) -> "RankHost":
-        """Return a host of the same processes in other rows (those of the first plane). Collective; this host then ends.
+        """Return a host of the same processes in other rows, given those of the first plane. Collective.
+
+        This host then ends.
 
         Raises DeviceCountError if the ranks cannot be arranged anew.
         """
@@ -83,6 +94,11 @@ class RankHost:
         self.executor.close()
         if self.sums is not None:
             self.sums.close()
+
+
+def alone(tensor: TensorGroup | None) -> AbstractContextManager[None]:
+    """A context in which the layers that a tensor group splits, if there is one, run in this process alone."""
+    return nullcontext() if tensor is None else tensor.alone()
 
 
 def _looks(batch: Batch) -> Sequence[Any]:
