@@ -1071,6 +1071,22 @@ class Pipeline(SavingInterface):
         finally:
             self._divide_weights()
 
+    @contextmanager
+    def _whole_layers(self, method: str) -> Iterator[None]:
+        assembly = self._running.assembly
+        if assembly.split is None or assembly.forms is None:
+            yield
+            return
+        own = {parameter: assembly.split_parameters.get(parameter, "") for parameter in assembly.held_parameters()}
+        with self._running.host.collectives.connected(method) as collectives, collectives.stopping_all(method):
+            for parameter, name in own.items():
+                parameter.data = assembly.split.whole(name, parameter.detach())
+        assembly.forms.make_whole(own)
+        try:
+            yield
+        finally:
+            assembly.forms.make_blocks()
+
     def _gather_rows(self, method: str) -> None:
         """Gather the full weights of this rank's stages if they are split across replicas.
 

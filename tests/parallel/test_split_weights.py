@@ -59,7 +59,7 @@ def test_state_dicts_are_loaded_and_exported_whole(four: Ranks, two: Ranks, tmp_
             "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for blocks.1.mixed.weight: copying a "
             "param with shape torch.Size([8, 16]) from checkpoint, the shape in current model is torch.Size([48, 16])."
         )
-        assert found["missing"].startswith("RuntimeError: Error(s) in loading state_dict for Net:") or not found["missing"]
+        assert "Missing key(s) in state_dict" in found["missing"] or not found["missing"]
         assert found["applied"]
     two.run(2, jobs.exported, Case((1, 2, 1), tied=False), str(tmp_path / "plain"), timeout_s=60)
     files = sorted(path.name for path in (tmp_path / "plain").iterdir())
