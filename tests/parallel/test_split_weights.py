@@ -42,8 +42,7 @@ def test_the_gathered_model_is_the_users_whole_model(four: Ranks) -> None:
         for text in (found["stale"], found["stale again"]):
             assert "must not be used while its weights are divided" in text
             assert "call the pipeline's gather_model() on every rank" in text
-        assert found["classes"] == {"torch.nn.modules.sparse", "torch.nn.modules.linear", "torch.nn.modules.container",
-                                    "torch.nn.modules.normalization", "torch.nn.modules.dropout", jobs.__name__}  # fmt: skip
+        assert not any(name.startswith("pipesched") for name in found["classes"])
         assert found["equal"]
         assert found["after close"]
         assert found["own"][0]
@@ -56,8 +55,8 @@ def test_state_dicts_are_loaded_and_exported_whole(four: Ranks, two: Ranks, tmp_
     for found in four.run(4, jobs.loaded_states, case, str(tmp_path / "split"), timeout_s=100):
         assert found["loaded"]
         assert found["misfit"] == (
-            "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for blocks.1.mixed.weight: copying a "
-            "param with shape torch.Size([8, 16]) from checkpoint, the shape in current model is torch.Size([48, 16])."
+            "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for blocks.1.mixed.weight: copying "
+            "a param with shape torch.Size([8, 16]) from checkpoint, the shape in current model is torch.Size([48, 16])."
         )
         assert "Missing key(s) in state_dict" in found["missing"] or not found["missing"]
         assert found["applied"]

@@ -51,7 +51,7 @@ def check_elementwise(
         known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
         raise ModelTypeError(
             f"an optimizer of weights that tensor_parallel= splits must update each element independently of the "
-            f"others, because each rank updates only its own block; {type(optimizer).__name__} may combine the elements of "
-            f"a weight, and holds {counted(len(names), 'split weight')}: {and_more(names)}; use one of torch's {known}, "
-            f"or leave these weights out of tensor_parallel="
+            f"others, because each rank updates only its own block; {type(optimizer).__name__} may combine the "
+            f"elements of a weight, and holds {counted(len(names), 'split weight')}: {and_more(names)}; use one of "
+            f"torch's {known}, or leave these weights out of tensor_parallel="
         )

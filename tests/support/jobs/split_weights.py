@@ -1,7 +1,6 @@
 """Jobs that train, save and load models whose weights the ranks of a tensor group divide."""
 
-
-
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -468,6 +467,11 @@ def refused(group: Any, case: Case) -> dict[str, str]:
     return found
 
 
+def _saved(pipe: Pipeline, folder: str, asynchronous: bool) -> None:
+    pipe.save(folder, asynchronous=asynchronous)
+    pipe._finish_saves()
+
+
 def faulty_saves(group: Any, case: Case, folder: str) -> dict[str, str]:
     """Return the errors of saves that cannot succeed."""
     found = {}
@@ -483,7 +487,7 @@ def faulty_saves(group: Any, case: Case, folder: str) -> dict[str, str]:
 
         for asynchronous in (False, True):
             writing.write_tensors = full if mesh.get_local_rank("tp") == 0 else original
-            found[f"full {asynchronous}"] = said(lambda at=asynchronous: pipe.save(folder, asynchronous=at) or pipe._finish_saves())
+            found[f"full {asynchronous}"] = said(lambda at=asynchronous: _saved(pipe, folder, at))
         writing.write_tensors = original
         pipe.save(folder)
         weight = dict(pipe.named_parameters()).get("blocks.1.norm.weight")
@@ -492,3 +496,63 @@ def faulty_saves(group: Any, case: Case, folder: str) -> dict[str, str]:
         found["differs"] = said(lambda: pipe.save(folder))
         found["states"] = said(lambda: pipe.save(folder, extra={"number": mesh.get_local_rank("tp")}))
     return found
+
+
+def dying_writer(group: Any, case: Case, folder: str) -> str:
+    """Return the error of a save during which the last rank dies before it gives its blocks."""
+    mesh = mesh_of(case.dims or (1, 1, 1))
+    run = Run(case, case.model())
+    run.train(range(1))
+    run.pipe.save(folder)
+    if mesh.get_rank() == case.num_ranks - 1:
+        run.pipe._running.assembly.split.group.gathered = lambda tensor: os._exit(1)  # type: ignore
+    return said(lambda: run.pipe.save(folder))
+
+
+def other_weights(group: Any, case: Case) -> str:
+    """Return the error of a pipeline whose planes have different weights."""
+    return said(lambda: made(case, case.model(seed=mesh_of(case.dims or (1, 1, 1)).get_local_rank("tp"))))
+
+
+def averaged(group: Any, case: Case, path: str, other: str) -> dict[str, Tensor]:
+    """Train with averages of the weights, or load them, and save them. Return the averages of whole weights."""
+    run = Run(case, case.model())
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        average = Average(pipe)
+        if path:
+            pipe.load(path, extra={"average": average})
+        else:
+            run.train(range(2))
+            average.update(pipe)
+        pipe.save(other, extra={"average": average})
+        return cloned(average.state)
+
+
+class Average:
+    """Averages of the weights of this rank's stages."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.state = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+
+    def update(self, pipe: Pipeline) -> None:
+        for name, parameter in pipe.named_parameters():
+            self.state[name].lerp_(parameter.detach(), 0.25)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["averages"].items():
+            self.state[name].copy_(value)
+
+
+def states_passed(group: Any, case: Case, parts: Any) -> Any:
+    """Return this rank's training state after two steps, or load such states and return the next losses."""
+    run = Run(case, case.model(seed=0 if parts is None else 7))
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        if parts is None:
+            run.train(range(2))
+            state = pipe.training_state()
+            return {**state, "tensors": cloned(state["tensors"])}
+        pipe.load_training_state(parts)
+        return run.train(range(2, 4))
