@@ -55,8 +55,9 @@ def test_state_dicts_are_loaded_and_exported_whole(four: Ranks, two: Ranks, tmp_
     for found in four.run(4, jobs.loaded_states, case, str(tmp_path / "split"), timeout_s=100):
         assert found["loaded"]
         assert found["misfit"] == (
-            "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for blocks.1.mixed.weight: copying "
-            "a param with shape torch.Size([8, 16]) from checkpoint, the shape in current model is torch.Size([48, 16])."
+            "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for blocks.1.mixed.weight: "
+            "copying a param with shape torch.Size([8, 16]) from checkpoint, the shape in current model is "
+            "torch.Size([48, 16])."
         )
         assert "Missing key(s) in state_dict" in found["missing"] or not found["missing"]
         assert found["applied"]

@@ -296,7 +296,7 @@ def test_state_dicts_are_whole_and_keep_ties() -> None:
         own = own_state(model, state, split)
         assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
         with pytest.raises(
-            RuntimeError, match=r"for embed.weight: .* shape torch.Size\(\[4, 4\]\) from .* \(\[8, 4\]\)"
+            RuntimeError, match=r"for embed.weight: .* shape torch.Size\(\[4, 4\]\) from .*\(\[8, 4\]\)"
         ):
             own_state(model, model.state_dict(), split)
         return state
