@@ -22,7 +22,9 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
+from pipesched.profiling.lone_layers import without_collectives
 from pipesched.profiling.loss_costs import with_supposed_loss
+from pipesched.profiling.tensor_link import collective_s, given_link
 from pipesched.program.checkpoint_options import offloading
 from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.rank_host import RankHost, alone
@@ -111,6 +113,9 @@ class CostModel:
         self._loss_fn = loss_fn
         self._guard = guard
         self._tensor = host.tensor
+        self._may_wait = host.tensor is not None and host.tensor_link is None and host.tensor.size > 1
+        link = given_link(links, host.grid) if links is not None and host.tensor is not None else host.tensor_link
+        self._collective_s = None if link is None else collective_s(link)
         grid = host.grid
         self._devices = grid.all_devices
         #: For each rank, the device or the process that can be slower than others.
@@ -161,10 +166,16 @@ class CostModel:
         return self.layers
 
     def _measured_now(self, *, crowds: bool) -> dict[str, LayerCosts]:
+        if self._may_wait:
+            with without_collectives():  # the user may have split layers
+                self._measured_alone(crowds=False)
+        return self._measured_alone(crowds=crowds)
+
+    def _measured_alone(self, *, crowds: bool) -> dict[str, LayerCosts]:
         without_contents = lacks_contents(self._model)
         effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
         device = self._devices[0]
-        with alone(self._tensor), self._guard.lifted(), set_aside(self._model, self._loss_fn):
+        with alone(self._tensor, self._collective_s), self._guard.lifted(), set_aside(self._model, self._loss_fn):
             layers = measure(self.layered, device, self._intra_op_threads, effort)
             if self._loss_fn is not None and not without_contents:
                 last, costs = layers.popitem()

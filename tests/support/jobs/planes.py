@@ -176,6 +176,16 @@ def by_hand(group: Any, schedule: str, inputs: str = "all") -> dict[str, float]:
     return {"loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True))}
 
 
+def not_measured(group: Any) -> str:
+    """Return why a pipeline of blocks that the user has split cannot choose its boundaries."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))
+    model = whole_model()
+    for block in model:
+        block[0] = ByHand(block[0], mesh["tp"].get_group())
+    x, _ = batch()
+    return said(lambda: pipeline(mesh, model, x, distributed=Distributed(timeout=20, weights="own")))
+
+
 def _waits(inputs: str) -> bool:
     return inputs == "first" and distributed.get_rank() > 0
 

@@ -79,7 +79,7 @@ def pipeline(case: Case, **options: Any) -> Pipeline:
         "distributed": Distributed(**given | options.pop("distributed", {})),
     }
     with warnings.catch_warnings(action="ignore"):
-        return Pipeline(options.pop("model", None) or model_of(case.dtype), x[:2], mesh=mesh, **named | options)
+        return Pipeline(options.pop("model", None) or model_of(case.dtype), x[:4], mesh=mesh, **named | options)
 
 
 def step(pipe: Pipeline, case: Case, **wanted: Any) -> Any:
@@ -166,7 +166,7 @@ def replanned(group: Any, case: Case, num_replicas: int | None = None) -> Traine
             with warnings.catch_warnings(action="ignore"):
                 plan = Pipeline(
                     model_of(case.dtype),
-                    batch_of(case.dtype)[0][:2],
+                    batch_of(case.dtype)[0][:4],
                     loss_fn=functional.mse_loss,
                     devices=["cpu"] * case.mesh[1],
                     schedule=schedule,
@@ -194,7 +194,7 @@ def in_one_process(case: Case) -> list[float]:
         warnings.catch_warnings(action="ignore"),
         Pipeline(
             model_of(case.dtype),
-            batch_of(case.dtype)[0][:2],
+            batch_of(case.dtype)[0][:4],
             loss_fn=functional.mse_loss,
             devices=["cpu"] * case.mesh[1],
             schedule=case.schedule,
