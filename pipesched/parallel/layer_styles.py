@@ -26,6 +26,7 @@ __all__ = [
     "Row",
     "SequencePart",
     "SummedWeights",
+    "Whole",
     "linear_kind",
 ]
 
@@ -328,6 +329,17 @@ class SummedWeights:
         become(module, Summed, group, {})
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Keeps a module or a parameter whole, between divided layers. Its input is whole, so its gradients are, too."""
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        return {}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequencePart:
     """Divides the input of a module by positions, or gathers the positions of its output.
@@ -360,6 +372,7 @@ STYLES: Mapping[str, Callable[[nn.Module | None], LayerStyle]] = {
     "heads": _heads,
     "block": lambda _: Block(),
     "summed": lambda _: SummedWeights(),
+    "whole": lambda _: Whole(),
     "sequence-begin": lambda _: SequencePart(begins=True),
     "sequence-end": lambda _: SequencePart(begins=False),
 }

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipesched.errors import InputError
 from pipesched.parallel.collective_functions import gather_from, scatter_to, summed_weights
 from pipesched.parallel.split_module import held_by
 from pipesched.parallel.tensor_group import ActivationLayout
 
-__all__ = ["DividesSequence", "JoinsSequence", "Summed"]
+__all__ = ["DividesSequence", "JoinsSequence", "Summed", "WholeWeights"]
 
 
 class _Bound(nn.Module):
@@ -38,6 +39,29 @@ class Summed(nn.Module):
         copies = summed_weights(held_by(self).group, *named.values())
         own = {f"module.{name}": copy for name, copy in zip(named, copies, strict=True)}
         return functional_call(_Bound(self), own, args, kwargs)
+
+
+class WholeWeights(nn.Module):
+    """The forward of a module between divided layers that has no style: it must get whole activations."""
+
+    shows_original = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises InputError if the activations are divided: then the gradients of its weights may be parts of a sum.
+        """
+        held = held_by(self)
+        layout = held.group.layout
+        if layout is not ActivationLayout.WHOLE and not held.group.is_alone:
+            between = "divided by positions" if layout is ActivationLayout.SEQUENCE else "divided by heads or columns"
+            raise InputError(
+                f"a layer with whole weights between divided layers must have a style, because the gradients of its "
+                f"weights may be parts of a sum; {held.options['name']!r} (a {type(self).__name__}) runs where "
+                f"activations are {between}; in tensor_parallel=, give it the style 'summed' if its input is divided, "
+                f"or 'whole' if its input is whole"
+            )
+        return super().forward(*args, **kwargs)
 
 
 class DividesSequence(Summed):

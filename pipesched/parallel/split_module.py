@@ -12,7 +12,7 @@ from torch import nn
 from pipesched.errors import InputError
 from pipesched.parallel.tensor_group import TensorGroup
 
-__all__ = ["Held", "SplitForm", "become", "held_by", "restore"]
+__all__ = ["Held", "SplitForm", "become", "held_by", "is_split", "restore"]
 
 _HELD = "tensor_parallel"  # the attribute of a split module
 
@@ -65,6 +65,11 @@ def held_by(module: nn.Module) -> Held:
     return held
 
 
+def is_split(module: nn.Module) -> bool:
+    """Return whether a module has become a split module."""
+    return _HELD in vars(module)
+
+
 def restore(module: nn.Module) -> None:
     """Give a split module its class and attributes back. Its weights stay as they are. Does nothing for others."""
     held = vars(module).pop(_HELD, None)
@@ -104,5 +109,6 @@ _subclasses: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 def _subclass(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     pair = mixin, original
     if pair not in _subclasses:
-        _subclasses[pair] = type(mixin.__name__, pair, {"__module__": mixin.__module__})
+        name = original.__name__ if hasattr(mixin, "shows_original") else mixin.__name__
+        _subclasses[pair] = type(name, pair, {"__module__": mixin.__module__})
     return _subclasses[pair]

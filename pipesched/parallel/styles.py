@@ -19,6 +19,7 @@ from torch import nn
 from pipesched.errors import ArgumentError, InputError
 from pipesched.parallel.automatic_styles import automatic_styles
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
+from pipesched.parallel.divided_regions import watch_whole_weights
 from pipesched.parallel.layer_styles import (
     STYLES,
     Attention,
@@ -30,14 +31,15 @@ from pipesched.parallel.layer_styles import (
     Row,
     SequencePart,
     SummedWeights,
+    Whole,
 )
-from pipesched.parallel.split_module import restore
+from pipesched.parallel.split_module import is_split, restore
 from pipesched.parallel.tensor_group import TensorGroup
 from pipesched.parallel.weight_split import SplitWeights, WeightSplit
 
 __all__ = ["divide_losses", "split_model", "styles_of", "unsplit_model"]
 
-_STYLES = (Attention, Block, Column, DividedVocabulary, Heads, Row, SequencePart, SummedWeights)
+_STYLES = (Attention, Block, Column, DividedVocabulary, Heads, Row, SequencePart, SummedWeights, Whole)
 
 
 def split_model(model: nn.Module, wanted: Any, group: TensorGroup) -> SplitWeights:
@@ -57,17 +59,22 @@ def split_model(model: nn.Module, wanted: Any, group: TensorGroup) -> SplitWeigh
         ArgumentError: an argument has the wrong type.
 
     """
+    for name, module in model.named_modules():
+        if is_split(module):
+            raise InputError(
+                f"a model must be split once; {name!r} is divided already; make a new model, or call unsplit_model and "
+                f"load whole weights first"
+            )
     styles = styles_of(model, wanted, group.size)
-    modules = dict(model.named_modules(remove_duplicate=False))
     splits = _splits(model, styles)
     for name, split in splits.items():
         split.check(model.get_parameter(name).shape, group.size, repr(name))
-    applied: set[int] = set()
-    for name, style in styles.items():
-        module = modules.get(name)
-        if module is not None and id(module) not in applied:
-            applied.add(id(module))
-            style.apply(module, name, group)
+    try:
+        _apply(model, styles, group)
+        watch_whole_weights(model, styles, splits, group)
+    except InputError:
+        unsplit_model(model)
+        raise
     divided: set[int] = set()
     for name, split in splits.items():
         parameter = model.get_parameter(name)
@@ -76,6 +83,16 @@ def split_model(model: nn.Module, wanted: Any, group: TensorGroup) -> SplitWeigh
             _divide(parameter, split, group)
     divide_losses(model, group)
     return SplitWeights(group, splits)
+
+
+def _apply(model: nn.Module, styles: Mapping[str, LayerStyle], group: TensorGroup) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    applied: set[nn.Module] = set()
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is not None and module not in applied:
+            applied.add(module)
+            style.apply(module, name, group)
 
 
 def unsplit_model(model: nn.Module) -> None:
@@ -168,23 +185,23 @@ def _splits(model: nn.Module, styles: Mapping[str, LayerStyle]) -> dict[str, Wei
         module = modules.get(name)
         prefix = f"{name}." if name else ""
         if module is None:
-            own: Mapping[str, WeightSplit] = {"": _of_parameter(every[name], style, name)}
-            prefix = name
-            parameters = [""]
-        else:
-            own = style.splits(module, name)
-            parameters = [each for each, _ in module.named_parameters(remove_duplicate=False)] if own else []
+            _agree(found, name, every[name], _of_parameter(every[name], style, name))
+            continue
+        own = style.splits(module, name)
+        parameters = [each for each, _ in module.named_parameters(remove_duplicate=False)] if own else []
         for each in parameters:
             _agree(found, f"{prefix}{each}", every[f"{prefix}{each}"], own.get(each))
     _check_ties(every, modules, styles, found)
     return {name: split for name, parameter in every.items() if (split := found.get(id(parameter), ("", None))[1])}
 
 
-def _of_parameter(parameter: nn.Parameter, style: LayerStyle, name: str) -> WeightSplit:
+def _of_parameter(parameter: nn.Parameter, style: LayerStyle, name: str) -> WeightSplit | None:
+    if isinstance(style, Whole):
+        return None
     if style != Heads():
         raise InputError(
-            f"a parameter must have the style 'heads', which divides its last dimension; {name!r} got {style}; give "
-            f"other styles to the module of the parameter"
+            f"a parameter must have the style 'heads', which divides its last dimension, or 'whole'; {name!r} got "
+            f"{style}; give other styles to the module of the parameter"
         )
     return WeightSplit(dim=parameter.dim() - 1)
 

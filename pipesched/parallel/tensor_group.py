@@ -103,6 +103,11 @@ class TensorGroup:
         finally:
             self._alone, self._took_s = before
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether collectives exchange nothing."""
+        return self._alone
+
     def __deepcopy__(self, memo: Any) -> "TensorGroup":
         return self  # copies of layers exchange tensors with the same ranks
 
