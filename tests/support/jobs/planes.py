@@ -236,18 +236,21 @@ def captured(group: Any, own_loss: bool) -> float:
     x, y = batch()
     options: dict[str, Any] = {"loss_fn": None if own_loss else functional.mse_loss}
     batch_of: dict[str, Any] = {"labels": y} if own_loss else {"target": y}
-    with warnings.catch_warnings(action="ignore"), Pipeline(
-        model,
-        (x[:4], y[:4]) if own_loss else x[:4],
-        mesh=mesh,
-        schedule="1f1b",
-        num_microbatches=4,
-        boundaries=[2],
-        whole_layers=[f"blocks.{number}" for number in range(4)],
-        seed=SEED,
-        distributed=Distributed(timeout=20, weights="own"),
-        **options,
-    ) as pipe:
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Pipeline(
+            model,
+            (x[:4], y[:4]) if own_loss else x[:4],
+            mesh=mesh,
+            schedule="1f1b",
+            num_microbatches=4,
+            boundaries=[2],
+            whole_layers=[f"blocks.{number}" for number in range(4)],
+            seed=SEED,
+            distributed=Distributed(timeout=20, weights="own"),
+            **options,
+        ) as pipe,
+    ):
         loss = float(pipe.step(x, **batch_of))
     return abs(loss - float(reference_step(Captured(blocks), x, num_microbatches=4, seed=SEED, **options, **batch_of)))
 

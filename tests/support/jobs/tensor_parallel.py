@@ -343,3 +343,34 @@ def costs(group: Any, latency_s: float) -> Any:
     with pipeline(Case(schedule="zb-h1", clip=None), search=Search(links=links), boundaries=[2]) as pipe:
         own = pipe.predicted.costs
         return own.forward_s, own.input_grad_s, own.weight_grad_s
+
+
+def cut_between(group: Any, boundary: int) -> float:
+    """Return the difference of the losses from a plain loop if a stage begins where activations are divided."""
+
+    def flat() -> nn.Sequential:
+        torch.manual_seed(0)
+        parts = [(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)) for _ in "ab"]
+        return nn.Sequential(*(layer for part in parts for layer in part))
+
+    split = {"0": "column", "3": "row", "4": "column", "7": "row"}
+    case = Case(clip=None)
+    with pipeline(case, model=flat(), boundaries=[boundary], distributed={"tensor_parallel": split}) as pipe:
+        losses = [float(step(pipe, case)) for _ in range(2)]
+    model = flat()
+    optimizer = sgd(list(model.parameters()))
+    x, y = batch_of()
+    differences = []
+    for number, loss in enumerate(losses):
+        options = {"target": y, "num_microbatches": 8, "seed": SEED, "step": number}
+        differences.append(abs(loss - float(reference_step(model, x, loss_fn=functional.mse_loss, **options))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(differences)
+
+
+def with_options(group: Any, schedule: str, options: dict[str, Any]) -> list[float]:
+    """Return the losses with other options."""
+    case = Case(schedule=schedule, clip=None)
+    with pipeline(case, **options) as pipe:
+        return [float(step(pipe, case)) for _ in range(STEPS)]
