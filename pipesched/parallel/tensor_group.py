@@ -16,6 +16,7 @@ bits on all ranks, with any library, and with sequence parallelism as without. A
 a reduce-scatter and an all-gather.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +34,7 @@ __all__ = ["ActivationLayout", "TensorGroup"]
 #: The all-gather into one tensor, under its name in torch 2.13 or its earlier name.
 _all_gather_single: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
+_SLEEP_S = 1e-3  # a sleep may take this much longer than asked
 _LOOK = timedelta(seconds=0.5)  # how often a waiting rank looks whether another rank has failed
 
 
@@ -80,6 +82,7 @@ class TensorGroup:
         self._process_group = process_group
         self._check = check
         self._alone = process_group is None
+        self._took_s: Callable[[Traffic], float] | None = None
 
     @classmethod
     def counting(cls, size: int, rank: int = 0) -> "TensorGroup":
@@ -87,14 +90,18 @@ class TensorGroup:
         return cls(None, rank=rank, size=size)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """In the ``with`` block, collectives exchange nothing, but count and return tensors of the right shape."""
-        before = self._alone
-        self._alone = True
+    def alone(self, took_s: Callable[[Traffic], float] | None = None) -> Iterator[None]:
+        """In the ``with`` block, collectives exchange nothing, but count and return tensors of the right shape.
+
+        ``took_s`` returns how long a collective would take, in seconds, given its traffic. The collectives then wait
+        for so long, so that the measured time of a layer includes them. Default: None (they take no time).
+        """
+        before = self._alone, self._took_s
+        self._alone, self._took_s = True, took_s
         try:
             yield
         finally:
-            self._alone = before
+            self._alone, self._took_s = before
 
     @property
     def is_alone(self) -> bool:
@@ -178,8 +185,7 @@ class TensorGroup:
         """Send row r to rank r, and return the rows that all ranks sent to this rank."""
         nbytes = shards[0].nbytes
         others = self.size - 1
-        self.counter.count(kind, Traffic(calls, others * nbytes, others * nbytes, others, 1))
-        if self._alone:
+        if not self._exchanges(kind, Traffic(calls, others * nbytes, others * nbytes, others, 1), shards):
             return shards
         shards = shards.contiguous()
         received = torch.empty_like(shards)
@@ -192,8 +198,8 @@ class TensorGroup:
     def _gathered(self, kind: str, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked."""
         others = self.size - 1
-        self.counter.count(kind, Traffic(1, others * tensor.nbytes, others * tensor.nbytes, others, others))
-        if self._alone:
+        traffic = Traffic(1, others * tensor.nbytes, others * tensor.nbytes, others, others)
+        if not self._exchanges(kind, traffic, tensor):
             return tensor.expand(self.size, *tensor.shape)
         tensor = tensor.contiguous()
         blocks = tensor.new_empty(self.size, *tensor.shape)
@@ -202,6 +208,15 @@ class TensorGroup:
             blocks,
         )
         return blocks
+
+    def _exchanges(self, kind: str, traffic: Traffic, tensor: Tensor) -> bool:
+        """Count a collective, and return whether tensors are exchanged. Tensors on the meta device never are."""
+        if tensor.is_meta and not self._alone:
+            return False
+        self.counter.count(kind, traffic)
+        if self._alone and self._took_s is not None and not tensor.is_meta:
+            _wait(self._took_s(traffic))
+        return not self._alone
 
     def _run(self, start: Callable[[Any], Any], result: Tensor) -> None:
         try:
@@ -243,6 +258,15 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _wait(seconds: float) -> None:
+    """Wait for a time that may be shorter than a sleep can be."""
+    end_s = time.perf_counter() + seconds
+    if seconds > _SLEEP_S:
+        time.sleep(seconds - _SLEEP_S)
+    while time.perf_counter() < end_s:
+        pass
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -269,11 +269,17 @@ class Assembly:
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for optimizer in self.optimizers.values():
-                check_elementwise(optimizer, self.split_parameters)
+                self.check_optimizer(optimizer)
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
             if self.zero:
                 self._divide()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ModelTypeError if an optimizer cannot update the blocks of weights that this rank holds."""
+        if self.split is not None:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            check_elementwise(optimizer, parameters, self.split_parameters)
 
     def _divide(self) -> None:
         """Split the updates across the replicas.

@@ -31,6 +31,7 @@ from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.profiling.tensor_link import measured_link
 from pipesched.runtime.collectives import RankCollectives
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
@@ -75,7 +76,8 @@ def made_host(
         distributed.check_tensor_parallel(None, wraps=False, compiles=False)
     if distributed.survives(joins=mesh is None) == "joins":
         return host_of_threads(as_devices(devices or ["cpu"]), threads)  # until this process has joined the job
-    return host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
+    host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
+    return host if distributed.tensor_parallel is None else replace(host, tensor_link=measured_link(host))
 
 
 def check_functions(
@@ -154,7 +156,7 @@ def _in_words(value: Any) -> str:
 
 @contextmanager
 def making(host: RankHost) -> Iterator[None]:
-    """Stop the ranks in all processes if the ``with`` block raises. Meanwhile, split layers run in each process alone."""
+    """Stop the ranks in all processes if the ``with`` block raises. In it, split layers run in each process alone."""
     try:
         with host.alone():
             yield

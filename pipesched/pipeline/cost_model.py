@@ -1,7 +1,6 @@
 """Cost model: the measured costs of a pipeline's layers and devices, and the stage costs computed from them."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -23,10 +22,12 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
+from pipesched.profiling.lone_layers import without_collectives
 from pipesched.profiling.loss_costs import with_supposed_loss
+from pipesched.profiling.tensor_link import collective_s, given_link
 from pipesched.program.checkpoint_options import offloading
 from pipesched.runtime.rank_grid import RankGrid
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.rank_host import RankHost, alone
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs, treated
@@ -111,7 +112,10 @@ class CostModel:
         self._model = model
         self._loss_fn = loss_fn
         self._guard = guard
-        self._alone: Callable[[], AbstractContextManager[None]] = nullcontext if host.tensor is None else host.tensor.alone
+        self._tensor = host.tensor
+        self._may_wait = host.tensor is not None and host.tensor_link is None and host.tensor.size > 1
+        link = given_link(links, host.grid) if links is not None and host.tensor is not None else host.tensor_link
+        self._collective_s = None if link is None else collective_s(link)
         grid = host.grid
         self._devices = grid.all_devices
         #: For each rank, the device or the process that can be slower than others.
@@ -162,10 +166,16 @@ class CostModel:
         return self.layers
 
     def _measured_now(self, *, crowds: bool) -> dict[str, LayerCosts]:
+        if self._may_wait:
+            with without_collectives():  # the user may have split layers
+                self._measured_alone(crowds=False)
+        return self._measured_alone(crowds=crowds)
+
+    def _measured_alone(self, *, crowds: bool) -> dict[str, LayerCosts]:
         without_contents = lacks_contents(self._model)
         effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
         device = self._devices[0]
-        with self._alone(), self._guard.lifted(), set_aside(self._model, self._loss_fn):
+        with alone(self._tensor, self._collective_s), self._guard.lifted(), set_aside(self._model, self._loss_fn):
             layers = measure(self.layered, device, self._intra_op_threads, effort)
             if self._loss_fn is not None and not without_contents:
                 last, costs = layers.popitem()

@@ -389,8 +389,8 @@ class Distributed:
         rule = "tensor_parallel= splits layers over the ranks of a mesh dimension"
         if grid is None:
             raise InputError(
-                f"{rule}; this pipeline runs in one process, without mesh=; pass a mesh with a dimension 'tp', or leave "
-                f"tensor_parallel= out"
+                f"{rule}; this pipeline runs in one process, without mesh=; pass a mesh with a dimension 'tp', or "
+                f"leave tensor_parallel= out"
             )
         if not grid.planes:
             raise InputError(
@@ -405,8 +405,8 @@ class Distributed:
             )
         if compiles:
             raise InputError(
-                f"{rule}, and a split layer draws its block of the dropout mask of the whole layer, which compiled code "
-                f"cannot do; this pipeline has tensor_parallel= and compile=; leave one of the two out"
+                f"{rule}, and a split layer draws its block of the dropout mask of the whole layer, which compiled "
+                f"code cannot do; this pipeline has tensor_parallel= and compile=; leave one of the two out"
             )
 
     def check_replan(self, *, has_optimizers: bool, is_asynchronous: bool) -> None:

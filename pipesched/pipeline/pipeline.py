@@ -72,6 +72,7 @@ from pipesched.runtime.gradients.plane_norms import NormMeasure
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.stage.compiled_layers import compiler
+from pipesched.runtime.stage.elementwise import check_elementwise
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.simulation.memory import RankMemory
@@ -1070,6 +1071,22 @@ class Pipeline(SavingInterface):
         finally:
             self._divide_weights()
 
+    @contextmanager
+    def _whole_layers(self, method: str) -> Iterator[None]:
+        assembly = self._running.assembly
+        if assembly.split is None or assembly.forms is None:
+            yield
+            return
+        own = {parameter: assembly.split_parameters.get(parameter, "") for parameter in assembly.held_parameters()}
+        with self._running.host.collectives.connected(method) as collectives, collectives.stopping_all(method):
+            for parameter, name in own.items():
+                parameter.data = assembly.split.whole(name, parameter.detach())
+        assembly.forms.make_whole(own)
+        try:
+            yield
+        finally:
+            assembly.forms.make_blocks()
+
     def _gather_rows(self, method: str) -> None:
         """Gather the full weights of this rank's stages if they are split across replicas.
 
@@ -1150,6 +1167,10 @@ class Pipeline(SavingInterface):
         """Return whether other processes train other parameters of the model."""
         grid = self._running.host.grid
         return not grid.in_one_process and (len(grid.devices) > 1 or bool(grid.planes))
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        assembly = self._running.assembly
+        check_elementwise(optimizer, assembly.held_parameters(), assembly.split_parameters)
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # a stage that ran with an older weight version has left that version in its modules

@@ -88,9 +88,7 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
 
 
 @contextmanager
-def _noting(
-    layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]
-) -> Iterator[None]:
+def _noting(layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]) -> Iterator[None]:
     """Note the layout at the first call of each layer in the ``with`` block."""
 
     def note(name: str, *_: Any) -> None:

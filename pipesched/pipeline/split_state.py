@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipesched.parallel.weight_split import SplitWeights
@@ -36,11 +37,11 @@ def own_state(model: nn.Module, state: Mapping[str, Any], split: SplitWeights) -
     for name, value in state.items():
         if name not in split or not isinstance(value, Tensor) or value.is_meta:
             continue
-        shape = split.whole_shape(name, own[name].shape)
-        if tuple(value.shape) != shape:
+        shape = torch.Size(split.whole_shape(name, own[name].shape))
+        if value.shape != shape:
             misfits.append(
-                f"size mismatch for {name}: copying a param with shape {list(value.shape)} from checkpoint, the shape "
-                f"in current model is {list(shape)}."
+                f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in "
+                f"current model is {shape}."
             )
         else:
             found[name] = split.own(name, value)

@@ -213,8 +213,9 @@ class ConnectedRank:
 
         """
         if self.grid.planes:
-            for peer, own in zip(self.grid.tensor_peers, self.with_tensor_peers().all_values((identity, batch))):
-                check_run(_IDENTITY, peer, own, (identity, batch))
+            every = self.with_tensor_peers().all_values((identity, batch))
+            for peer, theirs in zip(self.grid.tensor_peers, every, strict=True):
+                check_run(_IDENTITY, peer, theirs, (identity, batch))
 
     def compare(self, name: str, own: bytes) -> None:
         """Raise ExecutionError in every rank if the digest ``own`` differs. The error contains ``name``."""

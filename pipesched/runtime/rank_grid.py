@@ -197,8 +197,8 @@ class RankGrid:
 
     def in_first_plane(self, rank: int) -> int:
         """Return the group rank in the first plane at the place of another group rank."""
-        places = zip(*(chain(*rows) for rows in self.every_plane), strict=True)
-        return next(place[0] for place in places if rank in place)
+        rows = next(rows for rows in self.every_plane if rank in chain(*rows))
+        return dict(zip(chain(*rows), chain(*self.first_rows), strict=True))[rank]
 
     @property
     def in_plane(self) -> tuple[int, ...]:
@@ -263,8 +263,8 @@ class SumRanks(NamedTuple):
     Attributes:
         whole: for each plane and position in the pipeline, the processes there in all replicas, in replica order.
         shards: for each of these groups and each shard of its weights, the processes that hold the shard.
-        tensor: for each replica and position, the processes there in all planes, by tensor rank. Default: [] (layers are
-            not split over ranks).
+        tensor: for each replica and position, the processes there in all planes, by tensor rank. Default: [] (layers
+            are not split over ranks).
 
     """
 
@@ -290,8 +290,8 @@ def grid_of(
     Args:
         mesh: the mesh.
         axes: maps "pipeline", "replicate", "shard" and "tensor" to names of mesh dimensions. Other dimensions are
-            ignored. Default: a mesh with one dimension is a pipeline; the dimensions of any other mesh are recognised by
-            their names.
+            ignored. Default: a mesh with one dimension is a pipeline; the dimensions of any other mesh are recognised
+            by their names.
         timeout_s: how long a process waits for another process, in seconds.
         inputs: the ranks that pass a batch. Default: "all".
 
@@ -402,14 +402,15 @@ def dims_of(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
         if "pipeline" not in axes or len(axes) < mesh.ndim:
             raise DeviceCountError(
                 f"a pipeline needs one mesh dimension for its ranks, and may use other dimensions for replicas and "
-                f"split layers; this mesh has {f'the dimensions {names}' if names else f'{mesh.ndim} unnamed dimensions'}; pass one "
-                f"dimension of the mesh, such as mesh['pp'], or name the axes: "
-                f"axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+                f"split layers; this mesh has "
+                f"{f'the dimensions {names}' if names else f'{mesh.ndim} unnamed dimensions'}; pass one dimension of "
+                f"the mesh, such as mesh['pp'], or name the axes: axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
             )
     if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
         raise DeviceCountError(
             f"axes= must map 'pipeline', and 'replicate' or 'shard' if there are replicas, and 'tensor' if layers are "
-            f"split over ranks, to names of mesh dimensions; got {shown(axes)}; for example, pass axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+            f"split over ranks, to names of mesh dimensions; got {shown(axes)}; for example, pass "
+            f"axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
         )
     for axis, name in axes.items():
         if name not in names:

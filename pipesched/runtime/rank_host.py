@@ -1,6 +1,6 @@
 """Rank host: the ranks of a pipeline, as threads of this process or as one process per rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipesched.devices.selection import as_devices
 from pipesched.errors import InputError
 from pipesched.parallel.tensor_group import TensorGroup
+from pipesched.parallel.traffic_counter import Traffic
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
@@ -27,9 +28,19 @@ from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, 
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.runtime.transport.encoding import Encoding
+from pipesched.simulation.links import Link
 from pipesched.torch_checks import as_timeout
 
-__all__ = ["HostMaker", "RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads", "tensor_group"]
+__all__ = [
+    "HostMaker",
+    "RankHost",
+    "alone",
+    "host_for",
+    "host_of_group",
+    "host_of_mesh",
+    "host_of_threads",
+    "tensor_group",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +56,12 @@ class RankHost:
     maker: "HostMaker | None" = None
     #: The processes that may split the weights of this process's layers; None if there is one plane.
     tensor: TensorGroup | None = None
+    #: The slowest link between ranks of a tensor group; None if it was not measured.
+    tensor_link: Link | None = None
 
     def alone(self) -> AbstractContextManager[None]:
         """A context in which split layers run in this process alone, without collectives of its tensor group."""
-        return nullcontext() if self.tensor is None else self.tensor.alone()
+        return alone(self.tensor)
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """Return a host for the same ranks. Only the first ``num_ranks`` ranks of this host hold stages.
@@ -59,7 +72,9 @@ class RankHost:
         return replace(self, grid=grid, executor=self.executor.with_devices(grid.devices))
 
     def arranged(self, rows: Rows) -> "RankHost":
-        """Return a host of the same processes in other rows (those of the first plane). Collective; this host then ends.
+        """Return a host of the same processes in other rows, given those of the first plane. Collective.
+
+        This host then ends.
 
         Raises DeviceCountError if the ranks cannot be arranged anew.
         """
@@ -71,7 +86,7 @@ class RankHost:
             self.sums.close()
         self.maker.connected.regroup(grid)
         sums = SumRanks.of(grid)._replace(tensor=[])  # the layers keep their tensor group
-        return replace(self.maker.host(grid, sums), tensor=self.tensor)
+        return replace(self.maker.host(grid, sums), tensor=self.tensor, tensor_link=self.tensor_link)
 
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, and return the timeline of the ranks in this process."""
@@ -83,6 +98,16 @@ class RankHost:
         self.executor.close()
         if self.sums is not None:
             self.sums.close()
+
+
+def alone(
+    tensor: TensorGroup | None, took_s: Callable[[Traffic], float] | None = None
+) -> AbstractContextManager[None]:
+    """A context in which the layers that a tensor group splits, if there is one, run in this process alone.
+
+    ``took_s`` is as in `TensorGroup.alone`.
+    """
+    return nullcontext() if tensor is None else tensor.alone(took_s)
 
 
 def _looks(batch: Batch) -> Sequence[Any]:

@@ -130,8 +130,8 @@ def scatter_call(
 ) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
 
-    Each replica gets an equal part of the micro-batches, and all planes get the same. An input is sent to the ranks whose stages use it. Targets are
-    sent to the ranks of the stages whose outputs no other stage consumes.
+    Each replica gets an equal part of the micro-batches, and all planes get the same. An input is sent to the ranks
+    whose stages use it. Targets are sent to the ranks of the stages whose outputs no other stage consumes.
 
     Args:
         call: rank 0's call with the whole batch.
@@ -166,7 +166,7 @@ def _scatter_in_replica(
 ) -> list[Any]:
     """Split a replica's call into one message for each rank.
 
-    ``holds_first`` states whether the first rank of this replica is rank 0 in every plane, so that nothing is sent to it.
+    ``holds_first`` states whether the first rank of this replica is always rank 0, so that nothing is sent to it.
     """
     batch = call.batch
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
@@ -185,7 +185,8 @@ def _scatter_in_replica(
     if others:
         raise InputError(
             f"with inputs='first', an input that requires a gradient may be used on rank 0 only; rank {others[0]}"
-            f"{' of another replica or plane' * (not others[0])} also uses such an input; detach the input, or pass the batch on every rank with inputs='all'"
+            f"{' of another replica or plane' * (not others[0])} also uses such an input; detach the input, or pass "
+            f"the batch on every rank with inputs='all'"
         )
     weighting = call.weighting or Weighting([], [])
     opening = _Opening(

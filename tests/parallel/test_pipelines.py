@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pipesched import schedules
 from tests.support.jobs import tensor_parallel as jobs
 from tests.support.jobs.tensor_parallel import Case
 from tests.support.rank_processes import Ranks
@@ -52,3 +53,41 @@ def test_replicas_of_split_layers_train_as_one_process(eight: Ranks, zero: int, 
     case = Case(mesh=(2, 2, 2), zero=zero, inputs=inputs)
     results = eight.run(8, jobs.trained, case, timeout_s=60)
     assert max(jobs.differences(case, results).values()) <= LIMITS[case.dtype]
+
+
+# ---- schedules and options ------------------------------------------------------------------------------------------
+
+#: The schedules whose stages share copies of weights, so that a step cannot update them.
+COPIES = ("chimera", "dualpipe")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("schedule", sorted(set(schedules.names()) - {*COPIES}))
+def test_every_schedule_runs_split_layers(four: Ranks, schedule: str) -> None:
+    """Also asynchronous schedules, which hold several versions of this rank's blocks."""
+    for split, whole in four.run(4, jobs.of_schedule, Case(schedule=schedule, clip=None), timeout_s=60):
+        assert len(split) == jobs.STEPS + (schedule in jobs.ASYNCHRONOUS)
+        assert split == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", COPIES)
+def test_copies_of_split_layers_have_the_blocks_of_their_plane(four: Ranks, schedule: str) -> None:
+    for found in four.run(4, jobs.gradients, Case(schedule=schedule, clip=None), timeout_s=60):
+        assert max(found) <= 1e-5
+
+
+def test_all_planes_follow_a_new_plan(four: Ranks) -> None:
+    due = jobs.looped(torch.float32, 1, 0.5)
+    for found in four.run(4, jobs.replanned, Case(), timeout_s=60):
+        assert found.losses == pytest.approx(due.losses, rel=1e-5)
+
+
+def test_options_that_split_layers_do_not_allow_are_refused_by_name(four: Ranks) -> None:
+    for found in four.run(4, jobs.refused, timeout_s=60):
+        assert "this pipeline has both options; split the layers in wrap= as well" in found["wrap="]
+        assert "this pipeline has tensor_parallel= and compile=; leave one of the two out" in found["compile="]
+        assert "this pipeline runs in one process, without mesh=; pass a mesh" in found["devices="]
+        assert "the mesh of this pipeline has no dimension 'tp', and axes= names none" in found["no axis"]
+        assert "each of 2 ranks of a tensor group holds other blocks of the weights" in found["redundancy="]
+        assert "'nothing' matches none of" in found["no pattern"]
+        assert "got 'column'; for example, pass {'blocks.*.up': 'column'" in found["no mapping"]

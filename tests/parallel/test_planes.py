@@ -48,3 +48,9 @@ def test_all_planes_are_arranged_alike(ranks: Ranks) -> None:
 def test_layers_that_the_user_has_split_train_as_the_loop(ranks: Ranks, schedule: str, inputs: str) -> None:
     for found in ranks.run(4, jobs.by_hand, schedule, inputs, timeout_s=60):
         assert max(found.values()) <= 1e-6
+
+
+def test_layers_that_the_user_has_split_are_not_measured_by_one_rank(ranks: Ranks) -> None:
+    for found in ranks.run(4, jobs.not_measured, timeout_s=60):
+        assert "a layer called the collective 'allreduce_' of torch.distributed" in found
+        assert "pass schedule= and boundaries=" in found

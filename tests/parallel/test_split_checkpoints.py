@@ -68,9 +68,8 @@ def assert_resumes(pools: Pools, before: Case, after: list[Case], path: str, **o
             assert_near(found[1], norms, case)
             assert found[2].keys() == weights.keys()
             for name, value in found[2].items():
-                torch.testing.assert_close(
-                    value, weights[name], rtol=1e-5 if case.dtype == torch.float32 else 1e-10, atol=1e-7
-                )
+                rtol = 1e-5 if case.dtype == torch.float32 else 1e-10
+                torch.testing.assert_close(value, weights[name], rtol=rtol, atol=1e-7)
             sizes = [each.dims[2] if each.dims else 1 for each in (before, case)]
             warned = any("the number of ranks that split the layers affects rounding" in text for text in found[3])
             assert warned == (sizes[0] != sizes[1])
@@ -79,9 +78,8 @@ def assert_resumes(pools: Pools, before: Case, after: list[Case], path: str, **o
 def plain_states(path: str) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint with torch alone."""
     manifest = Manifest.read(Path(path))
-    wanted = {
-        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in manifest.tensors.items()
-    }
+    entries = manifest.tensors.items()
+    wanted = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries}
     reader = checkpoint.HuggingFaceStorageReader(str(Path(path) / manifest.data))
     checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     return wanted
@@ -128,12 +126,8 @@ def test_other_runs_resume(pools: Pools, tmp_path: Path, case: Case) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_run_with_zero_resumes(pools: Pools, tmp_path: Path, zero: int) -> None:
     case = Case((2, 2, 2), zero=zero, tied=zero < 3)
-    after = [
-        case,
-        replace(case, dims=(2, 1, 2), zero=(zero + 1) % 4),
-        replace(case, dims=(2, 1, 1)),
-        replace(case, dims=None, zero=0),
-    ]
+    others: list[Any] = [((2, 1, 2), (zero + 1) % 4), ((2, 1, 1), zero), (None, 0)]
+    after = [case, *(replace(case, dims=dims, zero=other) for dims, other in others)]
     assert_resumes(pools, case, after, str(tmp_path / "c"))
 
 
@@ -170,3 +164,41 @@ def test_master_weights_are_saved_whole(pools: Pools, tmp_path: Path) -> None:
     pools.run(case, jobs.masters_saved, str(tmp_path / "plain"), str(tmp_path / "split"))
     assert jobs.files_of(str(tmp_path / "split")) == jobs.files_of(str(tmp_path / "plain"))
     assert any(key.endswith("/master") for key in Manifest.read(tmp_path / "split").tensors)
+
+
+def test_averages_in_extra_are_saved_whole(pools: Pools, tmp_path: Path) -> None:
+    plain, case = Case((1, 2, 1)), Case((1, 2, 2))
+    due = pools.run(plain, jobs.averaged, "", str(tmp_path / "plain"))
+    found = pools.run(case, jobs.averaged, str(tmp_path / "plain"), str(tmp_path / "split"))
+    assert jobs.files_of(str(tmp_path / "split")) == jobs.files_of(str(tmp_path / "plain"))
+    for rank, own in enumerate(found):
+        for name, value in own.items():
+            whole = due[rank // 2][name]
+            assert value.numel() == whole.numel() // (2 if jobs.is_split(name) else 1), name
+
+
+def test_training_states_of_the_first_plane_hold_whole_tensors(pools: Pools) -> None:
+    case = Case((1, 2, 2))
+    parts = pools.run(case, jobs.states_passed, None)
+    assert [bool(part["tensors"]) for part in parts] == [True, False, True, False]
+    first = parts[0]["tensors"]
+    assert first["parameter/embed.weight"].shape == first["optimizer/embed.weight/exp_avg"].shape == (24, 16)
+    model = case.model()
+    optimizer = jobs.adam(model.parameters())
+    jobs.loop(case, range(2), model, optimizer)
+    due, _ = jobs.loop(case, range(2, 4), model, optimizer)
+    for after in (case, replace(case, dims=(1, 1, 4)), replace(case, dims=None)):
+        for losses in pools.run(after, jobs.states_passed, parts):
+            assert_near(losses, due, case)
+
+
+def test_a_rank_that_dies_while_blocks_are_gathered_leaves_the_checkpoint_before(pools: Pools, tmp_path: Path) -> None:
+    errors = pools.run(Case((1, 2, 2)), jobs.dying_writer, str(tmp_path))
+    assert errors[3] is None
+    assert all("rank 3" in error for error in errors[:3])
+    assert Manifest.read(tmp_path).step == 1
+
+
+def test_planes_must_begin_with_the_same_weights(pools: Pools) -> None:
+    for error in pools.run(Case((1, 2, 2)), jobs.other_weights):
+        assert "all ranks must have the same model and arguments; rank 1 differs from rank 0: the values of" in error

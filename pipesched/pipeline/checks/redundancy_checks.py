@@ -53,8 +53,8 @@ def _of_ranks(grid: RankGrid) -> list[Obstacle]:
         ),
         Obstacle(
             bool(grid.planes),
-            f"each of {len(grid.every_plane)} ranks of a tensor group holds other blocks of the weights, and the groups "
-            f"cannot be made anew from the ranks that are left",
+            f"each of {len(grid.every_plane)} ranks of a tensor group holds other blocks of the weights, and the "
+            f"groups cannot be made anew from the ranks that are left",
             "save checkpoints",
         ),
         Obstacle(

@@ -10,9 +10,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.runtime.rank_grid import grid_of
-from pipesched.testing import clip_grad_norm_, reference_step
+from pipesched.testing import reference_step
 
 SEED, ROWS, MICROBATCHES, STEPS, WIDTH = 3, 16, 8, 2, 8
 #: Name of a parameter -> its value, and its gradient or None.
@@ -59,7 +59,8 @@ def arranged(group: Any) -> Any:
     """Return the rows of each rank after the ranks of its pipeline have changed places."""
     _, grid, _ = grid_of(mesh_of((2, 2), ("pp", "tp")), None, 5.0)
     moved = grid.arranged(((2, 0),))
-    return moved.rows, moved.tensor_peers, moved.names[moved.rank], moved.rows_of(2), moved.arranged(moved.rows_of(2)).rows
+    again = moved.arranged(moved.rows_of(2))
+    return moved.rows, moved.tensor_peers, moved.names[moved.rank], moved.rows_of(2), again.rows
 
 
 # ---- layers that are split by hand --------------------------------------------------------------------------------
@@ -167,14 +168,22 @@ def by_hand(group: Any, schedule: str, inputs: str = "all") -> dict[str, float]:
     optimizer = sgd(list(due.parameters()))
     expected = []
     for step in range(STEPS):
-        loss = reference_step(
-            due, x, loss_fn=functional.mse_loss, target=y, num_microbatches=4, seed=SEED, step=step
-        )
+        loss = reference_step(due, x, loss_fn=functional.mse_loss, target=y, num_microbatches=4, seed=SEED, step=step)
         expected.append(float(loss))
         optimizer.step()
         optimizer.zero_grad()
     assert (outputs[1] is None) != (mesh.get_local_rank("pp") == (0 if schedule == "zb-v" else 1))
     return {"loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True))}
+
+
+def not_measured(group: Any) -> str:
+    """Return why a pipeline of blocks that the user has split cannot choose its boundaries."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))
+    model = whole_model()
+    for block in model:
+        block[0] = ByHand(block[0], mesh["tp"].get_group())
+    x, _ = batch()
+    return said(lambda: pipeline(mesh, model, x, distributed=Distributed(timeout=20, weights="own")))
 
 
 def _waits(inputs: str) -> bool:

@@ -1,10 +1,10 @@
 """Jobs that train, save and load models whose weights the ranks of a tensor group divide."""
 
-
-
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline, with_master_weights
 from pipesched.parallel.layer_styles import Column
+from pipesched.saving import writing
 from pipesched.saving.manifest import Manifest
 from pipesched.testing import clip_grad_norm_, reference_step
 
@@ -26,6 +27,11 @@ STYLES: dict[str, Any] = {
     "blocks.*.out": "row",
     "head": "column-gathered",
 }
+
+
+def is_split(name: str) -> bool:
+    """Whether the ranks of a tensor group divide a parameter."""
+    return name in ("embed.weight", "head.weight") or ".mixed." in name or name.endswith(".out.weight")
 
 
 class Block(nn.Module):
@@ -245,3 +251,308 @@ def masters_saved(group: Any, case: Case, path: str, other: str) -> None:
         else:
             run.train(range(2))
         pipe.save(other)
+
+
+# ---- whole weights outside of checkpoints -------------------------------------------------------------------------
+
+
+def plain_loss(model: nn.Module) -> float:
+    """Return the loss of a batch in plain PyTorch, without dropout."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    x, y = batch(50)
+    with torch.no_grad():
+        loss = float(loss_of(model(x), y))
+    for module, mode in modes.items():
+        module.training = mode
+    return loss
+
+
+def gathered(group: Any, case: Case) -> dict[str, Any]:
+    """Train, gather the model, use it, and train on, also with changed weights."""
+    found: dict[str, Any] = {}
+    model = case.model()
+    run = Run(case, model)
+    with run.pipe as pipe:
+        losses = run.train(range(2))
+        found["stale"] = said(lambda: model(batch(0)[0]))
+        state = cloned(pipe.full_state_dict())
+        own = pipe.state_dict()
+        found["own"] = all(torch.equal(value, state[name]) for name, value in own.items()), len(own), len(state)
+        pipe.gather_model()
+        found["loss"] = plain_loss(model)
+        found["classes"] = {type(module).__module__ for module in model.modules()}
+        found["equal"] = all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        with torch.no_grad():
+            model.norm.weight.mul_(2)
+            model.embed.weight.mul_(0.5)
+        losses += run.train(range(2, 4))
+        found["stale again"] = said(lambda: model(batch(0)[0]))
+        pipe.gather_model(rank=1)
+        found["whole"] = tuple(model.embed.weight.shape)
+        losses += run.train(range(4, 5))
+        found["state"] = cloned(pipe.full_state_dict())
+    pipe.gather_model()
+    found["after close"] = all(torch.equal(value, found["state"][name]) for name, value in model.state_dict().items())
+    found["losses"] = losses
+    return found
+
+
+def gathered_loop(case: Case) -> tuple[list[float], float]:
+    """Do the same as ``gathered`` in plain PyTorch; return the losses, and the loss between them."""
+    model = case.model()
+    optimizer = adam(model.parameters())
+    losses, _ = loop(case, range(2), model, optimizer)
+    between = plain_loss(model)
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+        model.embed.weight.mul_(0.5)
+    return losses + loop(case, range(2, 5), model, optimizer)[0], between
+
+
+def loaded_states(group: Any, case: Case, folder: str) -> dict[str, Any]:
+    """Load whole state dicts, export weights, and change weights with ``apply``."""
+    found: dict[str, Any] = {}
+    due = case.model(seed=3).state_dict()
+    with made(case, case.model()) as pipe:
+        pipe.load_state_dict(due)
+        found["loaded"] = all(torch.equal(value, due[name]) for name, value in pipe.full_state_dict().items())
+        wrong = due | {"blocks.1.mixed.weight": torch.zeros(8, WIDTH)}
+        found["misfit"] = said(lambda: pipe.load_state_dict(wrong))
+        found["missing"] = said(lambda: pipe.load_state_dict({name: due[name] for name in list(due)[1:]}))
+        pipe.save_weights(folder)
+        pipe.apply(doubled)
+        found["applied"] = all(
+            torch.equal(value, due[name] if name == "head.weight" else 2 * due[name])
+            for name, value in pipe.full_state_dict().items()
+        )
+        found["loss"] = float(pipe.step(*batch(0)[:1], target=batch(0)[1]))
+    return found
+
+
+def doubled(module: nn.Module) -> None:
+    """Double the weights of a module, which must be whole."""
+    if isinstance(module, nn.Linear) and module.out_features != WORDS:
+        assert module.weight.shape == (module.out_features, module.in_features)
+    for name, parameter in module.named_parameters(recurse=False):
+        if not (isinstance(module, nn.Linear) and module.out_features == WORDS):  # its weight may be tied
+            parameter.data.mul_(2)
+        assert name in ("weight", "bias")
+
+
+def exported(group: Any, case: Case, folder: str) -> None:
+    with made(case, case.model()) as pipe:
+        pipe.load_state_dict(case.model(seed=3).state_dict())
+        pipe.save_weights(folder)
+
+
+def filled(group: Any, case: Case, init: Any) -> tuple[dict[str, Tensor], int]:
+    """Return the whole weights of a model that was built without weights, and the bytes that this rank holds."""
+    if init == "mapping":
+        init = case.model(seed=5).state_dict()
+    if init == "function":
+        init = drawn
+    options = {} if init is None else {"init": init}
+    with made(case, case.model, **options) as pipe:
+        held = sum(parameter.nbytes for _, parameter in pipe.named_parameters())
+        return cloned(pipe.full_state_dict()), held
+
+
+@torch.no_grad()
+def drawn(module: nn.Module) -> None:
+    """Fill the weights of a module. The numbers depend on the shapes of whole weights."""
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(0, 1 / parameter.numel() ** 0.5)
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+
+def _filled(value: float, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.fill_(value)
+
+
+def poisoned(group: Any, case: Case, on_nonfinite: Any) -> dict[str, Any]:
+    """Run a step in which the gradient of one plane's block of one weight becomes NaN, and a step after it."""
+    numerics = Numerics(clip_grad_norm=CLIP, on_nonfinite=on_nonfinite)
+    run = Run(case, case.model(), numerics=numerics)
+    found: dict[str, Any] = {}
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        run.train(range(1))
+        before = cloned(pipe.full_state_dict())
+        weight = dict(pipe.named_parameters()).get("blocks.1.mixed.weight")
+        handle = None
+        if weight is not None and mesh_of(case.dims or (1, 1, 1)).get_local_rank("tp") == 1:
+            handle = weight.register_post_accumulate_grad_hook(partial(_filled, torch.nan))
+        found["error"] = said(lambda: run.train(range(1, 2)))
+        if handle is not None:
+            handle.remove()
+        after = cloned(pipe.full_state_dict())
+        found["kept"] = all(torch.equal(value, before[name]) for name, value in after.items())
+        if on_nonfinite == "skip":
+            found["losses"] = run.train(range(2, 4))
+    return found
+
+
+def overflown(group: Any, case: Case) -> dict[str, Any]:
+    """Train with a scaler, and let one plane's gradients overflow in the second step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    own = case.own_optimizer
+    numerics = Numerics(scaler=scaler, clip_grad_norm=CLIP if own else None)
+    run = Run(case, case.model(), numerics=numerics)
+    found: dict[str, Any] = {"scales": [], "kept": []}
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        for step in range(3):
+            before = cloned(pipe.full_state_dict())
+            weight = dict(pipe.named_parameters()).get("blocks.1.mixed.weight")
+            handle = None
+            if weight is not None and step == 1 and mesh_of(case.dims or (1, 1, 1)).get_local_rank("tp") == 1:
+                handle = weight.register_post_accumulate_grad_hook(partial(_filled, torch.inf))
+            x, y = batch(step)
+            pipe.step(x, target=y)
+            if run.optimizer is not None:
+                scaler.step(run.optimizer)
+                scaler.update()
+                run.optimizer.zero_grad()
+            if handle is not None:
+                handle.remove()
+            found["scales"].append(scaler.get_scale())
+            after = cloned(pipe.full_state_dict())
+            found["kept"].append(all(torch.equal(value, before[name]) for name, value in after.items()))
+    return found
+
+
+def norms_of(group: Any, case: Case, norm_type: float) -> list[float]:
+    """Return the norms of a few steps."""
+    run = Run(case, case.model())
+    with run.pipe as pipe:
+        found = []
+        for step in range(2):
+            x, y = batch(step)
+            pipe.step(x, target=y)
+            found.append(float(pipe.clip_grad_norm_(CLIP, norm_type, error_if_nonfinite=True)))
+            assert run.optimizer is not None
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return found
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+class Odd(torch.optim.AdamW):
+    """A subclass, which may do anything."""
+
+
+def refused(group: Any, case: Case) -> dict[str, str]:
+    """Return the errors of optimizers that combine elements of a weight."""
+    found = {}
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, Odd):
+        weights = [] if kind is torch.optim.Muon else None
+
+        def optimizer(parameters: Any, kind: Any = kind, only: Any = weights) -> Any:
+            held = list(parameters) if only is None else [own for own in parameters if own.dim() == 2]
+            return kind(held, lr=0.01)
+
+        found[kind.__name__] = said(lambda optimizer=optimizer: made(case, case.model(), optimizer=optimizer))
+    own = Case(case.dims, own_optimizer=False)
+    with made(own, own.model()) as pipe:
+        found["given"] = said(lambda: torch.optim.Adafactor(pipe.parameters(), lr=0.01))
+        found["clipped"] = said(lambda: torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0))
+        hidden = torch.optim.Adafactor(list(pipe.parameters()), lr=0.01)
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        hidden.step()
+        found["saved"] = said(lambda: pipe.training_state(optimizer=hidden))
+    return found
+
+
+def _saved(pipe: Pipeline, folder: str, asynchronous: bool) -> None:
+    pipe.save(folder, asynchronous=asynchronous)
+    pipe._finish_saves()
+
+
+def faulty_saves(group: Any, case: Case, folder: str) -> dict[str, str]:
+    """Return the errors of saves that cannot succeed."""
+    found = {}
+    mesh = mesh_of(case.dims or (1, 1, 1))
+    run = Run(case, case.model())
+    with run.pipe as pipe:
+        run.train(range(1))
+        pipe.save(folder)
+        original = writing.write_tensors
+
+        def full(*args: Any) -> Any:
+            raise OSError(28, "No space left on device", str(args[0]))
+
+        for asynchronous in (False, True):
+            writing.write_tensors = full if mesh.get_local_rank("tp") == 0 else original
+            found[f"full {asynchronous}"] = said(lambda at=asynchronous: _saved(pipe, folder, at))
+        writing.write_tensors = original
+        pipe.save(folder)
+        weight = dict(pipe.named_parameters()).get("blocks.1.norm.weight")
+        if weight is not None and mesh.get_local_rank("tp") == 1:
+            weight.data[3] += 1
+        found["differs"] = said(lambda: pipe.save(folder))
+        found["states"] = said(lambda: pipe.save(folder, extra={"number": mesh.get_local_rank("tp")}))
+    return found
+
+
+def dying_writer(group: Any, case: Case, folder: str) -> str:
+    """Return the error of a save during which the last rank dies before it gives its blocks."""
+    mesh = mesh_of(case.dims or (1, 1, 1))
+    run = Run(case, case.model())
+    run.train(range(1))
+    run.pipe.save(folder)
+    if mesh.get_rank() == case.num_ranks - 1:
+        run.pipe._running.assembly.split.group.gathered = lambda tensor: os._exit(1)  # type: ignore
+    return said(lambda: run.pipe.save(folder))
+
+
+def other_weights(group: Any, case: Case) -> str:
+    """Return the error of a pipeline whose planes have different weights."""
+    return said(lambda: made(case, case.model(seed=mesh_of(case.dims or (1, 1, 1)).get_local_rank("tp"))))
+
+
+def averaged(group: Any, case: Case, path: str, other: str) -> dict[str, Tensor]:
+    """Train with averages of the weights, or load them, and save them. Return the averages of whole weights."""
+    run = Run(case, case.model())
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        average = Average(pipe)
+        if path:
+            pipe.load(path, extra={"average": average})
+        else:
+            run.train(range(2))
+            average.update(pipe)
+        pipe.save(other, extra={"average": average})
+        return cloned(average.state)
+
+
+class Average:
+    """Averages of the weights of this rank's stages."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.state = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+
+    def update(self, pipe: Pipeline) -> None:
+        for name, parameter in pipe.named_parameters():
+            self.state[name].lerp_(parameter.detach(), 0.25)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["averages"].items():
+            self.state[name].copy_(value)
+
+
+def states_passed(group: Any, case: Case, parts: Any) -> Any:
+    """Return this rank's training state after two steps, or load such states and return the next losses."""
+    run = Run(case, case.model(seed=0 if parts is None else 7))
+    with run.pipe as pipe, warnings.catch_warnings(action="ignore"):
+        if parts is None:
+            run.train(range(2))
+            state = pipe.training_state()
+            return {**state, "tensors": cloned(state["tensors"])}
+        pipe.load_training_state(parts)
+        return run.train(range(2, 4))

@@ -1,6 +1,5 @@
 """Jobs of the tests of tensor parallelism: they train split layers, and compare with whole layers in a plain loop."""
 
-import copy
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from pipesched.program.actions import Kind
 from pipesched.testing import clip_grad_norm_, reference_step
 
 SEED, ROWS, LENGTH, STEPS, WIDTH = 3, 32, 16, 3, 96  # so large that the W of a linear layer pays
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # their results depend on the cut
 SPLIT = {"*.up": "column", "*.down": "row"}
 
 
@@ -66,7 +66,7 @@ def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 def pipeline(case: Case, **options: Any) -> Pipeline:
-    mesh = mesh_of(case.mesh)
+    mesh = options.pop("mesh") if "mesh" in options else mesh_of(case.mesh)
     x, _ = batch_of(case.dtype)
     given = {"timeout": 20, "inputs": case.inputs, "zero": case.zero, "tensor_parallel": SPLIT}
     named: dict[str, Any] = {
@@ -79,7 +79,7 @@ def pipeline(case: Case, **options: Any) -> Pipeline:
         "distributed": Distributed(**given | options.pop("distributed", {})),
     }
     with warnings.catch_warnings(action="ignore"):
-        return Pipeline(options.pop("model", None) or model_of(case.dtype), x[:2], mesh=mesh, **named | options)
+        return Pipeline(options.pop("model", None) or model_of(case.dtype), x[:4], mesh=mesh, **named | options)
 
 
 def step(pipe: Pipeline, case: Case, **wanted: Any) -> Any:
@@ -156,3 +156,108 @@ def differences(case: Case, results: list[Trained]) -> dict[str, float]:
 
 def _differences(found: list[list[Any]], due: list[Any]) -> list[float]:
     return [abs(a - b) / abs(b) for own in found for a, b in zip(own, due, strict=True) if b is not None]
+
+
+def replanned(group: Any, case: Case, num_replicas: int | None = None) -> Trained:
+    """Train, switch to a plan with other boundaries and another schedule after each step, and train on."""
+    with pipeline(case, boundaries=[1]) as pipe:
+        losses = [float(step(pipe, case))]
+        for schedule, boundaries in (("zb-h1", [3]), ("1f1b", [2])):
+            with warnings.catch_warnings(action="ignore"):
+                plan = Pipeline(
+                    model_of(case.dtype),
+                    batch_of(case.dtype)[0][:4],
+                    loss_fn=functional.mse_loss,
+                    devices=["cpu"] * case.mesh[1],
+                    schedule=schedule,
+                    boundaries=boundaries,
+                    num_microbatches=case.num_microbatches,
+                    optimizer=sgd,
+                    numerics=Numerics(clip_grad_norm=case.clip),
+                ).plan
+            done = pipe.replan(plan)
+            assert list(map(len, done.plan.stages)) == [boundaries[0], 4 - boundaries[0]]
+            assert done.moved_bytes > 0
+            losses.append(float(step(pipe, case)))
+        for _ in range(3):
+            step(pipe, case)
+        searched = pipe.replan(measure=True)
+        assert searched.plan.program.num_ranks <= case.mesh[1]
+        step(pipe, case)
+        state = pipe.full_state_dict()
+    return Trained(losses, [], state, 0.0)
+
+
+def in_one_process(case: Case) -> list[float]:
+    """Return the losses of the same pipeline of whole layers, whose ranks are threads of this process."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Pipeline(
+            model_of(case.dtype),
+            batch_of(case.dtype)[0][:4],
+            loss_fn=functional.mse_loss,
+            devices=["cpu"] * case.mesh[1],
+            schedule=case.schedule,
+            boundaries=[2] if case.schedule in ASYNCHRONOUS else None,
+            num_microbatches=case.num_microbatches,
+            seed=SEED,
+            optimizer=sgd,
+        ) as pipe,
+    ):
+        losses = [float(step(pipe, case)) for _ in range(STEPS)]
+        last = pipe.flush()
+        return losses if last is None else [*losses, float(last)]
+
+
+def of_schedule(group: Any, case: Case) -> tuple[list[float], list[float]]:
+    """Return the losses of split layers, and those of whole layers in one process."""
+    with pipeline(case, boundaries=[2] if case.schedule in ASYNCHRONOUS else None) as pipe:
+        losses = [float(step(pipe, case)) for _ in range(STEPS)]
+        last = pipe.flush()
+        losses = losses if last is None else [*losses, float(last)]
+    return losses, in_one_process(case)
+
+
+def gradients(group: Any, case: Case) -> tuple[float, float]:
+    """Return the largest relative differences of the loss and of the gradients of a step from a plain loop."""
+    model = model_of(case.dtype)
+    x, y = batch_of(case.dtype)
+    options = {"target": y, "num_microbatches": case.num_microbatches, "seed": SEED}
+    due = float(reference_step(model, x, loss_fn=functional.mse_loss, **options))
+    whole = {name: own.grad for name, own in model.named_parameters()}
+    with pipeline(case, optimizer=None) as pipe:
+        loss = float(step(pipe, case))
+        rank = distributed.get_rank() % case.mesh[2]
+        found = [
+            float((own.grad - (grad := block_of(name, whole[name], rank, case.mesh[2]))).abs().max() / grad.abs().max())
+            for name, own in pipe.named_parameters()
+        ]
+    return abs(loss - due) / due, max(found)
+
+
+def refused(group: Any) -> dict[str, str]:
+    """Return the errors of options that split layers do not allow."""
+    case = Case()
+    distributed_options = {
+        "redundancy=": {"redundancy": "neighbour", "on_failure": "recover"},
+        "no pattern": {"tensor_parallel": {"nothing": "column"}},
+        "no mapping": {"tensor_parallel": "column"},
+    }
+    found = {
+        "wrap=": said(lambda: pipeline(case, wrap=lambda module, stage: module)),
+        "compile=": said(lambda: pipeline(case, compile=True)),
+        "devices=": said(lambda: pipeline(case, mesh=None, devices=["cpu", "cpu"], distributed={"timeout": None})),
+        "no axis": said(lambda: pipeline(case, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")))),
+    }
+    for name, options in distributed_options.items():
+        found[name] = said(lambda options=options: Distributed(**options) and pipeline(case, distributed=options))
+    return found
+
+
+def said(call: Any) -> str:
+    """Return the error of a call as text; "" without an error."""
+    try:
+        call().close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
