@@ -27,6 +27,7 @@ __all__ = [
     "SequencePart",
     "SummedWeights",
     "Whole",
+    "is_plain_embedding",
     "linear_kind",
 ]
 
@@ -168,8 +169,10 @@ class DividedVocabulary(_ShortRepr):
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
         if isinstance(module, nn.Embedding):
-            size = {"num_embeddings": module.num_embeddings // group.size}
-            become(module, VocabularyEmbedding, group, size, sequence=self.sequence)
+            own = module.num_embeddings // group.size
+            padding = -1 if module.padding_idx is None else module.padding_idx - group.rank * own
+            attributes = {"num_embeddings": own, "padding_idx": padding if padding in range(own) else None}
+            become(module, VocabularyEmbedding, group, attributes, sequence=self.sequence)
         else:
             self._columns.apply(module, name, group)
 
@@ -419,7 +422,18 @@ def _dims(module: nn.Module, name: str, style: str) -> Mapping[str, int]:
     return _DIM_OF_CONV1D if kind == "conv1d" else _DIM_OF_LINEAR
 
 
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an embedding with torch's forward, or one that transformers only scales."""
+    scales = type(module).__name__.endswith("ScaledWordEmbedding")
+    return isinstance(module, nn.Embedding) and (type(module).forward is nn.Embedding.forward or scales)
+
+
 def _check_embedding(module: nn.Embedding, name: str) -> None:
+    if not is_plain_embedding(module):
+        raise InputError(
+            f"a divided embedding must have the forward of nn.Embedding; {name!r} is a {type(module).__name__} with a "
+            f"forward of its own; leave it out of tensor_parallel="
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             raise InputError(

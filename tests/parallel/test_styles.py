@@ -205,6 +205,17 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
         split_model(nn.Sequential(Own(4, 4)), {"0": "column"}, group())
 
 
+class Shifted(nn.Embedding):
+    def forward(self, numbers):
+        return super().forward(numbers) + numbers.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("style", ["vocabulary", "column-gathered", "heads"])
+def test_an_embedding_with_a_forward_of_its_own_is_refused(style):
+    with pytest.raises(InputError, match="'0' is a Shifted with a forward of its own; leave it out"):
+        split_model(nn.Sequential(Shifted(4, 4)), {"0": style}, group())
+
+
 def test_auto_refuses_unknown_models_and_uneven_heads():
     with pytest.raises(InputError, match="got a Blocks; name its layers instead"):
         split_model(Blocks(), "auto", group())
