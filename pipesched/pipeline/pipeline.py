@@ -52,7 +52,7 @@ from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.sent_values import learn_decided_types
-from pipesched.pipeline.split_layers import random_numbers, split_layers
+from pipesched.pipeline.split_layers import probing, random_numbers, split_layers
 from pipesched.pipeline.split_state import own_state, whole_state
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
@@ -261,7 +261,7 @@ class Pipeline(SavingInterface):
                 numerics.loss_weight,
                 numerics.loss_reduction,
                 numerics.split_dims,
-                agreed=host.collectives.agreed,
+                agreed=probing(host, split),
             )
             auto_plan = AutoPlan(
                 model=model,

@@ -205,10 +205,15 @@ class StepHistory:
 
     def _notes_of_prediction(self) -> Iterator[str]:
         """Yield notes for the plan: the replicas that run it, and the times that the prediction uses."""
-        replicas = self._running.host.grid.rows
-        if len(replicas) > 1:
-            ranks = len(replicas) * len(replicas[0])
-            yield f"{len(replicas)} replicas run this plan, on {ranks} ranks in all; this report is about one replica"
+        grid = self._running.host.grid
+        if len(grid.rows) > 1:
+            ranks = f"{grid.num_processes} ranks in all"
+            yield f"{len(grid.rows)} replicas run this plan, on {ranks}; this report is about one replica"
+        if len(grid.every_plane) > 1:
+            yield (
+                f"{len(grid.every_plane)} ranks may split each layer of a rank of this plan, so it has "
+                f"{grid.num_processes} ranks in all; this report is about one of them"
+            )
         if self._running.runs and not self._running.assembly.programs.streams:
             num_earlier = len(self._earlier)
             first = num_earlier == 1 and len(self._running.runs) == 2

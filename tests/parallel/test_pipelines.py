@@ -1,11 +1,12 @@
 """Pipelines of split layers: the same losses, norms and weights as one process, for every schedule and composition."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from pipesched import schedules
+from pipesched import Numerics, schedules
 from tests.support.jobs import tensor_parallel as jobs
 from tests.support.jobs.tensor_parallel import Case
 from tests.support.rank_processes import Ranks
@@ -91,3 +92,67 @@ def test_options_that_split_layers_do_not_allow_are_refused_by_name(four: Ranks)
         assert "each of 2 ranks of a tensor group holds other blocks of the weights" in found["redundancy="]
         assert "'nothing' matches none of" in found["no pattern"]
         assert "got 'column'; for example, pass {'blocks.*.up': 'column'" in found["no mapping"]
+
+
+@pytest.mark.parametrize("boundary", [1, 2, 3])
+def test_a_stage_may_begin_where_activations_are_divided(four: Ranks, boundary: int) -> None:
+    """The first dropout of the stage then draws this rank's block of the mask."""
+    assert max(four.run(4, jobs.cut_between, boundary)) <= 1e-5
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "always": {"checkpoint": "always"},
+    "some": {"checkpoint": {"0": "recompute", "1": "recompute-cheap", "2": "offload"}},
+    "tree": {"numerics": Numerics(reduction_order="tree")},
+    "skip": {"numerics": Numerics(on_nonfinite="skip")},
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_numerics_and_memory_work_with_split_layers(four: Ranks, schedule: str, option: str) -> None:
+    due = jobs.looped(torch.float32, 1, None).losses
+    for losses in four.run(4, jobs.with_options, schedule, OPTIONS[option], timeout_s=60):
+        assert losses == pytest.approx(due, rel=1e-5)
+
+
+# ---- the methods of a pipeline --------------------------------------------------------------------------------------
+
+
+def test_every_plane_gets_the_results_of_a_call(four: Ranks) -> None:
+    every = four.run(4, jobs.surface, timeout_s=60)
+    for rank, found in enumerate(every):
+        assert found["metrics"] == every[0]["metrics"]
+        assert found["norm"] == every[0]["norm"] == pytest.approx(found["due norm"], rel=1e-5)
+        assert found["ranks"] == [0, 1]
+        assert found["plan"] == every[0]["plan"]
+        assert f"stage {rank // 2} on rank {rank // 2}" in found["text"]
+        assert "8 micro-batches, 2 planes" in found["text"]
+        assert found["memory"] == every[0]["memory"]
+        assert max(found["outputs"], found["forward"]) < 1e-5
+        assert found["one rank"] == (rank < 2)
+        assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-5)
+
+
+def test_the_ranks_of_a_tensor_group_compare_their_batches(four: Ranks) -> None:
+    assert all("has other values than this rank" in said for said in four.run(4, jobs.other_batches, "values"))
+    assert any("has a different batch in this step" in said for said in four.run(4, jobs.other_batches, "rows"))
+
+
+def test_all_planes_split_the_same_layers(four: Ranks) -> None:
+    for said in four.run(4, jobs.other_styles):
+        assert "rank 1 differs from rank 0: tensor_parallel= is" in said
+
+
+def test_replicas_of_split_layers_become_one_pipeline(four: Ranks) -> None:
+    for losses, due in four.run(4, jobs.other_replicas, timeout_s=60):
+        assert losses == pytest.approx(due, rel=1e-5)
+
+
+def test_predictions_contain_the_collectives_of_layers(four: Ranks) -> None:
+    """A block has an all-reduce of two rounds in its F and in its I, and none in its W."""
+    latency_s = 0.02
+    forward, inputs, weights = four.run(4, jobs.costs, latency_s, timeout_s=60)[0]
+    assert min(*forward, *inputs) >= 2 * 2 * latency_s
+    assert 0 < max(weights) < latency_s

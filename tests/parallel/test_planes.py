@@ -54,3 +54,19 @@ def test_layers_that_the_user_has_split_are_not_measured_by_one_rank(ranks: Rank
     for found in ranks.run(4, jobs.not_measured, timeout_s=60):
         assert "a layer called the collective 'allreduce_' of torch.distributed" in found
         assert "pass schedule= and boundaries=" in found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_that_wrap_divides_train_as_the_loop(ranks: Ranks, schedule: str) -> None:
+    assert max(ranks.run(4, jobs.wrapped, schedule, timeout_s=60)) <= 1e-6
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_split_layers_of_a_captured_model_train_as_the_loop(ranks: Ranks, own_loss: bool) -> None:
+    assert max(ranks.run(4, jobs.captured, own_loss, timeout_s=60)) <= 1e-6
+
+
+def test_the_links_between_all_ranks_of_all_planes_are_measured(ranks: Ranks) -> None:
+    for (pairs, _), (of_replicas, groups) in ranks.run(4, jobs.links, timeout_s=60):
+        assert pairs == of_replicas == [(one, other) for one in range(4) for other in range(4) if one != other]
+        assert groups == [(0, 2), (1, 3)]

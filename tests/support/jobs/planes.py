@@ -2,14 +2,16 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
+import pipesched
 from pipesched import Distributed, Pipeline
 from pipesched.runtime.rank_grid import grid_of
 from pipesched.testing import reference_step
@@ -184,6 +186,79 @@ def not_measured(group: Any) -> str:
         block[0] = ByHand(block[0], mesh["tp"].get_group())
     x, _ = batch()
     return said(lambda: pipeline(mesh, model, x, distributed=Distributed(timeout=20, weights="own")))
+
+
+def wrapped(group: Any, schedule: str) -> float:
+    """Return the difference of the loss from a plain loop, if ``wrap=`` divides linear layers as DTensors."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))
+
+    def wrap(module: nn.Module, stage: int) -> nn.Module:
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear):
+                parallelize_module(layer, mesh["tp"], ColwiseParallel() if name.endswith("0") else RowwiseParallel())
+        return module
+
+    x, y = batch()
+    with pipeline(mesh, _linears(), x, wrap=wrap, schedule=schedule, boundaries=[6]) as pipe:
+        loss = float(pipe.step(x, target=y))
+    options = {"loss_fn": functional.mse_loss, "target": y, "num_microbatches": 4, "seed": SEED}
+    return abs(loss - float(reference_step(_linears(), x, **options)))
+
+
+def _linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH)) for _ in range(4))
+    return nn.Sequential(*blocks)
+
+
+class Captured(nn.Module):
+    """A model whose code calls its blocks, and which may compute its own loss."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x)
+        return output if labels is None else functional.mse_loss(output, labels)
+
+
+def captured(group: Any, own_loss: bool) -> float:
+    """Return the difference of the loss of a captured model, whose blocks the user has split, from a plain loop."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))
+    torch.manual_seed(0)
+    blocks = [Whole() for _ in range(4)]
+    model = Captured([ByHand(block, mesh["tp"].get_group()) for block in blocks])
+    x, y = batch()
+    options: dict[str, Any] = {"loss_fn": None if own_loss else functional.mse_loss}
+    batch_of: dict[str, Any] = {"labels": y} if own_loss else {"target": y}
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Pipeline(
+            model,
+            (x[:4], y[:4]) if own_loss else x[:4],
+            mesh=mesh,
+            schedule="1f1b",
+            num_microbatches=4,
+            boundaries=[2],
+            whole_layers=[f"blocks.{number}" for number in range(4)],
+            seed=SEED,
+            distributed=Distributed(timeout=20, weights="own"),
+            **options,
+        ) as pipe,
+    ):
+        loss = float(pipe.step(x, **batch_of))
+    return abs(loss - float(reference_step(Captured(blocks), x, num_microbatches=4, seed=SEED, **options, **batch_of)))
+
+
+def links(group: Any) -> Any:
+    """Return the pairs of ranks whose links are measured, and the groups whose collectives are measured."""
+    found = [pipesched.probe_links(mesh_of(shape)) for shape in ((1, 2, 2), (2, 1, 2))]
+    return [(sorted(pair for pair, _ in one.special), [own.ranks for own in one.collectives]) for one in found]
 
 
 def _waits(inputs: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Link, Links, Numerics, Pipeline, Search
 from pipesched.program.actions import Kind
 from pipesched.testing import clip_grad_norm_, reference_step
 
@@ -261,3 +261,116 @@ def said(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def error_of(outputs: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """The metrics of a micro-batch."""
+    return {"error": (outputs - target).abs().mean()}
+
+
+def surface(group: Any) -> dict[str, Any]:
+    """Return what each process gets from the methods of a pipeline of split layers, and the largest differences."""
+    case = Case(clip=None)
+    model = model_of()
+    x, y = batch_of()
+    found: dict[str, Any] = {}
+    with pipeline(case, optimizer=None) as pipe:
+        step(pipe, case, metrics=error_of)
+        found["metrics"] = {name: float(value) for name, value in pipe.metrics.items()}
+        found["norm"] = float(pipe.clip_grad_norm_(0.1))
+        reference_step(model, x, loss_fn=functional.mse_loss, target=y, num_microbatches=8, seed=SEED)
+        found["due norm"] = float(clip_grad_norm_(list(model.parameters()), 0.1))
+        trace = pipe.gather_trace()
+        found["ranks"] = sorted({span.action.stage for span in trace.spans})
+        found["plan"] = str(pipe.plan.program), pipe.plan.stages
+        found["text"] = str(pipe)
+        found["memory"] = [rank.total_bytes for rank in pipe.predicted_memory]
+        pipe.eval()
+        model.eval()
+        loss, outputs = pipe.evaluate(x, target=y, return_outputs=True, gather=True)
+        with torch.no_grad():
+            due = model(x)
+            found["outputs"] = float((outputs - due).abs().max())
+            found["forward"] = float((pipe(x, gather=True) - due).abs().max())
+            found["one rank"] = pipe(x) is None
+        found["loss"] = float(loss), float(functional.mse_loss(due, y))
+    return found
+
+
+def other_batches(group: Any, which: str) -> str:
+    """Return the error of a step in which the second plane passes other values, or other rows."""
+    case = Case()
+    x, y = batch_of()
+    second = distributed.get_rank() % 2
+    with pipeline(case) as pipe:
+        if which == "values":
+            return said(lambda: pipe.step(x + second, target=y))
+        size = ROWS - 8 * second
+        return said(lambda: pipe.step(x[:size], target=y[:size]))
+
+
+def other_styles(group: Any) -> str:
+    """Return the error of a pipeline for which the second plane names other layers."""
+    split = SPLIT if distributed.get_rank() % 2 == 0 else {"0.up": "column", "0.down": "row"}
+    return said(lambda: pipeline(Case(), distributed={"tensor_parallel": split}))
+
+
+def other_replicas(group: Any) -> tuple[list[float], list[float]]:
+    """Train in two replicas and then in one, each with split layers. Return the losses, and those of a plain loop."""
+    case = Case(mesh=(2, 1, 2), clip=None)
+    x, y = batch_of()
+    with warnings.catch_warnings(action="ignore"):
+        plan = Pipeline(
+            model_of(),
+            x[:4],
+            loss_fn=functional.mse_loss,
+            devices=["cpu"] * 2,
+            schedule="1f1b",
+            boundaries=[2],
+            num_microbatches=8,
+            optimizer=sgd,
+        ).plan
+    with pipeline(case) as pipe:
+        losses = [float(step(pipe, case))]
+        pipe.replan(plan, num_replicas=1)
+        losses += [float(pipe.step(x, target=y)) for _ in range(2)]
+    return losses, looped(torch.float32, 1, None).losses
+
+
+def costs(group: Any, latency_s: float) -> Any:
+    """Return the predicted times of the actions of each stage, over links with this latency."""
+    links = Links(inside=Link(latency_s))
+    with pipeline(Case(schedule="zb-h1", clip=None), search=Search(links=links), boundaries=[2]) as pipe:
+        own = pipe.predicted.costs
+        return own.forward_s, own.input_grad_s, own.weight_grad_s
+
+
+def cut_between(group: Any, boundary: int) -> float:
+    """Return the difference of the losses from a plain loop if a stage begins where activations are divided."""
+
+    def flat() -> nn.Sequential:
+        torch.manual_seed(0)
+        parts = [(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)) for _ in "ab"]
+        return nn.Sequential(*(layer for part in parts for layer in part))
+
+    split = {"0": "column", "3": "row", "4": "column", "7": "row"}
+    case = Case(clip=None)
+    with pipeline(case, model=flat(), boundaries=[boundary], distributed={"tensor_parallel": split}) as pipe:
+        losses = [float(step(pipe, case)) for _ in range(2)]
+    model = flat()
+    optimizer = sgd(list(model.parameters()))
+    x, y = batch_of()
+    differences = []
+    for number, loss in enumerate(losses):
+        options = {"target": y, "num_microbatches": 8, "seed": SEED, "step": number}
+        differences.append(abs(loss - float(reference_step(model, x, loss_fn=functional.mse_loss, **options))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(differences)
+
+
+def with_options(group: Any, schedule: str, options: dict[str, Any]) -> list[float]:
+    """Return the losses with other options."""
+    case = Case(schedule=schedule, clip=None)
+    with pipeline(case, **options) as pipe:
+        return [float(step(pipe, case)) for _ in range(STEPS)]
