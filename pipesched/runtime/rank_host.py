@@ -100,9 +100,7 @@ class RankHost:
             self.sums.close()
 
 
-def alone(
-    tensor: TensorGroup | None, took_s: Callable[[Traffic], float] | None = None
-) -> AbstractContextManager[None]:
+def alone(tensor: TensorGroup | None, took_s: Callable[[Traffic], float] | None = None) -> AbstractContextManager[None]:
     """A context in which the layers that a tensor group splits, if there is one, run in this process alone.
 
     ``took_s`` is as in `TensorGroup.alone`.
