@@ -34,6 +34,8 @@ def _ranks(num_ranks: int, replicas: int, by: str) -> str:
     return f"{num_ranks} ranks, {by}" if by == "redundancy" else f"{num_ranks} ranks"
 
 
+WHOLE = ("replicate", "redundancy")  # all replicas have the same states, which replica 0 writes
+
 LAYOUTS = {
     (store, num_ranks, replicas, by): f"{_ranks(num_ranks, replicas, by)}; store {place}"
     for num_ranks, replicas, by in (
@@ -54,7 +56,7 @@ def cases(quick: bool) -> Iterator[Case]:
     """
     for store, num_ranks, replicas, by in LAYOUTS:
         for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
-            writing = num_ranks // replicas if phase in SAVING and by == "replicate" else num_ranks  # replica 0 writes
+            writing = num_ranks // replicas if phase in SAVING and by in WHOLE else num_ranks  # replica 0 writes
             ranks = [(turn + turn // len(FAULTS)) % writing] if replicas > 1 or quick else range(num_ranks)
             made = [Case(fault, phase, rank, store, num_ranks, replicas, by) for rank in ranks]
             if not quick or turn % 13 == 0:
