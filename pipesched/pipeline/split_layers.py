@@ -98,7 +98,7 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
     The model runs once on the meta device, so that nothing is computed. If its code needs values, it runs with them.
     """
     found: dict[str, ActivationLayout] = {}
-    notes = _Notes(layered.modules, group, found)
+    notes = _LayoutNotes(layered.modules, group, found)
     with group.alone(), set_aside(model):
         try:
             _run_on_meta(model, *layered.sample, notes)
@@ -110,7 +110,7 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
     return {name: layout for name, layout in found.items() if layout is not ActivationLayout.WHOLE}
 
 
-class _Notes:
+class _LayoutNotes:
     """Notes the layout at the first call of each layer in a ``with`` block, and copies the notes at its end.
 
     The notes are made beside ``found``, because the state that hooks reach is restored after a run of the model.
@@ -139,13 +139,13 @@ class _Notes:
             handle.remove()
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _Notes) -> None:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
     with untouched(model, model.training), torch.no_grad(), notes:
         model(*args, **kwargs)
 
 
-def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _Notes) -> None:
+def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     own = {name: torch.empty_like(tensor, device=_META) for name, tensor in tensors.items()}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), (args, kwargs))

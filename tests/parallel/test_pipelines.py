@@ -156,3 +156,13 @@ def test_predictions_contain_the_collectives_of_layers(four: Ranks) -> None:
     forward, inputs, weights = four.run(4, jobs.costs, latency_s, timeout_s=60)[0]
     assert min(*forward, *inputs) >= 2 * 2 * latency_s
     assert 0 < max(weights) < latency_s
+
+
+def test_the_traffic_of_a_step_is_that_of_its_actions(four: Ranks) -> None:
+    """Each of two blocks of a stage adds its output in the F and the gradient of its input in the I."""
+    size = 4 * jobs.ROWS // 8 * jobs.LENGTH * jobs.WIDTH
+    calls = 2 * 8
+    for found in four.run(4, jobs.traffic, timeout_s=60):
+        assert found.pop(("F", "all-reduce")) == (calls, calls * size, calls * size, 2 * calls)
+        assert found.pop(("I", "all-reduce")) == (calls, calls * size, calls * size, 2 * calls)
+        assert {action for action, _ in found} == {"NORM"}

@@ -374,3 +374,18 @@ def with_options(group: Any, schedule: str, options: dict[str, Any]) -> list[flo
     case = Case(schedule=schedule, clip=None)
     with pipeline(case, **options) as pipe:
         return [float(step(pipe, case)) for _ in range(STEPS)]
+
+
+def traffic(group: Any) -> dict[tuple[str, str], tuple[int, int, int, int]]:
+    """Return the number of collectives, sent and received bytes, and rounds of the second step of this rank."""
+    case = Case(schedule="zb-h1")
+    with pipeline(case, boundaries=[2]) as pipe:
+        step(pipe, case)  # shows which weight gradients the W computes
+        tensor = pipe._running.host.tensor
+        assert tensor is not None
+        tensor.counter.clear()
+        step(pipe, case)
+        return {
+            key: (own.calls, own.sent_bytes, own.received_bytes, own.rounds)
+            for key, own in tensor.counter.traffic.items()
+        }
