@@ -212,6 +212,15 @@ class Pipeline(SavingInterface):
             check_agreement(host.collectives, module, call, {**shared, "numerics": numerics, **distributed.agreed})
             _check_replicas(host.grid, plan, numerics, distributed, has_optimizers=optimizer is not None)
             initial = Initial(module, init, run_seed, loss_fn)
+            loss_weight, loss_reduction = resolve_loss(  # before layers are split, to see losses of whole layers
+                module,
+                call,
+                loss_fn,
+                numerics.loss_weight,
+                numerics.loss_reduction,
+                numerics.split_dims,
+                agreed=probing(host, distributed.tensor_parallel),
+            )
             split = split_layers(module, loss_fn, host, distributed, wrap=wrap, compiles=bool(compile))
             layers = layered(module, call, whole_layers)
             super().__init__(module, loss_fn)
@@ -254,15 +263,6 @@ class Pipeline(SavingInterface):
                 intra_op_threads=threads,
                 links=search.links,
                 replicas=replicas,
-            )
-            loss_weight, loss_reduction = resolve_loss(
-                module,
-                call,
-                loss_fn,
-                numerics.loss_weight,
-                numerics.loss_reduction,
-                numerics.split_dims,
-                agreed=probing(host, split),
             )
             auto_plan = AutoPlan(
                 model=model,
