@@ -19,7 +19,7 @@ from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
-from pipesched.pipeline.options import Distributed
+from pipesched.pipeline.options import Distributed, TensorParallel
 from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import Beside, lacks_contents
@@ -58,13 +58,14 @@ def split_layers(
     return split_model(model, distributed.tensor_parallel, host.tensor)
 
 
-def probing(host: RankHost, split: SplitWeights | None) -> Callable[[Callable[[], T]], T]:
-    """Return a function that calls a function which runs the model, and returns rank 0's result in all processes.
+def probing(host: RankHost, tensor_parallel: TensorParallel | None) -> Callable[[Callable[[], T]], T]:
+    """Return a function that calls a function which runs the whole model, and returns rank 0's result in all processes.
 
     If the user may have split layers, whose collectives wait for other ranks, all ranks call the function.
+    ``tensor_parallel`` is the option that names the layers to split, if the user has not.
     """
     agreed = host.collectives.agreed
-    if host.tensor is None or split is not None:
+    if host.tensor is None or tensor_parallel is not None:
         return agreed
 
     def of_all(make: Callable[[], T]) -> T:
