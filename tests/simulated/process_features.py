@@ -411,6 +411,44 @@ def replicas_saved_and_loaded(group: Any, kind: str) -> list[Any]:
         return [*found, float(run.step(1)), *run.state()]
 
 
+# ---- two stages over tensor groups of two ranks ----
+
+
+class SplitBlock(nn.Module):
+    """Two linear layers that ranks divide, with a dropout between them, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(functional.gelu(self.up(self.norm(x)))))
+
+
+def split(group: Any, kind: str, schedule: str = "1f1b", **options: Any) -> list[Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(SplitBlock() for _ in range(8)), nn.Linear(WIDTH, CLASSES))
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("pp", "tp"))
+    distributed = Distributed(tensor_parallel={"*.up": "column", "*.down": "row", "8": "column-gathered"})
+    return trained(group, kind, schedule, model=model, mesh=mesh, distributed=distributed, **options)
+
+
+@feature(4)
+def layers_split(group: Any, kind: str) -> list[Any]:
+    return split(group, kind, optimizer=adam, numerics=Numerics(clip_grad_norm=0.1))
+
+
+@feature(4)
+def layers_split_with_weight_gradients_apart(group: Any, kind: str) -> list[Any]:
+    return split(group, kind, "zb-h1", optimizer=sgd)
+
+
+@feature(4)
+def layers_split_and_recomputed(group: Any, kind: str) -> list[Any]:
+    return split(group, kind, "interleaved-1f1b", optimizer=sgd, checkpoint="always")
+
+
 @feature(4)
 def stages_sharded_by_fsdp(group: Any, kind: str) -> list[Any]:
     mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("fsdp", "pp"))

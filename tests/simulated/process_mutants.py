@@ -117,6 +117,12 @@ MUTANTS = [
         "                pass\n",
         ("steps on streams of their own",),
     ),
+    _mutant(
+        "pipesched/parallel/tensor_group.py",
+        "                work.wait()\n                return\n",
+        "                return\n",
+        ("layers split",),
+    ),
 ]
 
 if __name__ == "__main__":
