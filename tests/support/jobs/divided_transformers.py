@@ -1,4 +1,4 @@
-"""Jobs of the tests of transformers in pipelines: models that "auto" divides train, and are compared with a plain loop."""
+"""Jobs of the tests of transformers in pipelines: models that "auto" divides train as in a plain loop."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ ROWS, MICROBATCHES, SEED, CLIP = 8, 4, 3, 0.5
 
 
 class Training(NamedTuple):
-    """A training run: a model of `MODELS`, its attention, the schedule, the numbers of stages, tensor ranks and steps."""
+    """A training run of a model of `MODELS`."""
 
     name: str
     attention: str = "eager"
