@@ -117,9 +117,10 @@ class Pipeline(SavingInterface):
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
         mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
-        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that shard weights with
-            ``fully_shard`` (see wrap): ``{"pipeline": "pp", "replicate": "dp", "shard": "fsdp"}``. Default: dimensions
-            are recognised by names such as "pp", "dp" and "fsdp"; a mesh with only one dimension is a single pipeline.
+        axes: the mesh dimensions of the pipeline, of its replicas, of replicas that shard weights with ``fully_shard``
+            (see wrap), and of ranks that split layers (see ``Distributed(tensor_parallel=)``): ``{"pipeline": "pp",
+            "replicate": "dp", "shard": "fsdp", "tensor": "tp"}``. Default: dimensions are recognised by names such as
+            "pp", "dp", "fsdp" and "tp"; a mesh with only one dimension is a single pipeline.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
             that is, the model's output if it is a tensor, or else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for

@@ -40,7 +40,7 @@ def test_split_layers_train_as_one_process_with_the_same_bits_for_every_schedule
         case = Case(schedule=schedule, dtype=dtype)
         results = four.run(4, jobs.trained, case, timeout_s=60)
         assert max(jobs.differences(case, results).values()) <= LIMITS[dtype]
-        assert all((own.share > 0.02) == (schedule != "1f1b") for own in results), [own.share for own in results]
+        assert all((own.share > 0.01) == (schedule != "1f1b") for own in results), [own.share for own in results]
         found = {f"{rank % 2} {name}": own for rank, one in enumerate(results) for name, own in one.weights.items()}
         assert (found.keys(), len(found)) == ((first or found).keys(), 2 * 4 * 6)
         assert all(torch.equal(own, (first or found)[name]) for name, own in found.items())
