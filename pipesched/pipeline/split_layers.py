@@ -19,7 +19,7 @@ from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
-from pipesched.pipeline.options import Distributed
+from pipesched.pipeline.options import Distributed, TensorParallel
 from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import Beside, lacks_contents
@@ -58,13 +58,14 @@ def split_layers(
     return split_model(model, distributed.tensor_parallel, host.tensor)
 
 
-def probing(host: RankHost, split: SplitWeights | None) -> Callable[[Callable[[], T]], T]:
-    """Return a function that calls a function which runs the model, and returns rank 0's result in all processes.
+def probing(host: RankHost, tensor_parallel: TensorParallel | None) -> Callable[[Callable[[], T]], T]:
+    """Return a function that calls a function which runs the whole model, and returns rank 0's result in all processes.
 
     If the user may have split layers, whose collectives wait for other ranks, all ranks call the function.
+    ``tensor_parallel`` is the option that names the layers to split, if the user has not.
     """
     agreed = host.collectives.agreed
-    if host.tensor is None or split is not None:
+    if host.tensor is None or tensor_parallel is not None:
         return agreed
 
     def of_all(make: Callable[[], T]) -> T:
@@ -97,7 +98,7 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
     The model runs once on the meta device, so that nothing is computed. If its code needs values, it runs with them.
     """
     found: dict[str, ActivationLayout] = {}
-    notes = _Notes(layered.modules, group, found)
+    notes = _LayoutNotes(layered.modules, group, found)
     with group.alone(), set_aside(model):
         try:
             _run_on_meta(model, *layered.sample, notes)
@@ -109,7 +110,7 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
     return {name: layout for name, layout in found.items() if layout is not ActivationLayout.WHOLE}
 
 
-class _Notes:
+class _LayoutNotes:
     """Notes the layout at the first call of each layer in a ``with`` block, and copies the notes at its end.
 
     The notes are made beside ``found``, because the state that hooks reach is restored after a run of the model.
@@ -138,13 +139,13 @@ class _Notes:
             handle.remove()
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _Notes) -> None:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
     with untouched(model, model.training), torch.no_grad(), notes:
         model(*args, **kwargs)
 
 
-def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _Notes) -> None:
+def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     own = {name: torch.empty_like(tensor, device=_META) for name, tensor in tensors.items()}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), (args, kwargs))
