@@ -58,7 +58,6 @@ class TensorGroup:
 
     Attributes:
         counter: counts the collectives.
-        layout: what each rank holds of the activations at the present point of a forward.
         sequence_dim: the dimension of activations that numbers the positions of a sequence.
 
     """
@@ -78,7 +77,9 @@ class TensorGroup:
         self.size = size
         self.sequence_dim = sequence_dim
         self.counter = TrafficCounter()
-        self.layout = ActivationLayout.WHOLE
+        #: The tensor that layers with columns got last, its version, and the copy that they share.
+        self.shared: tuple[Tensor, int, Tensor] | None = None
+        self._layout = ActivationLayout.WHOLE
         self._process_group = process_group
         self._check = check
         self._alone = process_group is None
@@ -102,6 +103,17 @@ class TensorGroup:
             yield
         finally:
             self._alone, self._took_s = before
+
+    @property
+    def layout(self) -> ActivationLayout:
+        """What each rank holds of the activations at the present point of a forward."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: ActivationLayout) -> None:
+        self._layout = layout
+        if layout is not ActivationLayout.DIVIDED:
+            self.shared = None
 
     @property
     def is_alone(self) -> bool:
@@ -163,9 +175,12 @@ class TensorGroup:
             return tensor
         order = _memory_order(tensor)
         part = self.own(tensor, dim).shape[dim]
-        dim = order.index(dim % tensor.dim())
-        blocks = tensor.permute(order).unflatten(dim, (self.size, part)).movedim(dim, 0)
-        own = _sum(self._exchanged("reduce-scatter", blocks.reshape(self.size, -1)))
+        at = order.index(dim % tensor.dim())
+        blocks = tensor.permute(order).unflatten(at, (self.size, part)).movedim(at, 0)
+        shards = self._exchanged("reduce-scatter", blocks.reshape(self.size, -1))
+        if self._alone:
+            return self.own(tensor, dim).clone()
+        own = _sum(shards)
         return own.view(blocks.shape[1:]).permute(_inverse(order))
 
     def _reduced(self, kind: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
@@ -179,6 +194,8 @@ class TensorGroup:
             flat = torch.cat([flat, flat.new_zeros(missing)])
         shard = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
         whole = self._gathered(kind, shard).reshape(-1)
+        if self._alone:
+            return tensor.clone()  # a sum of other rows would mix the rows of a batch
         return whole[: flat.numel() - missing].view(own.shape).permute(_inverse(order))
 
     def _exchanged(self, kind: str, shards: Tensor, calls: int = 1) -> Tensor:
