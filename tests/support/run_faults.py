@@ -85,7 +85,7 @@ def _judged(case: Case, said: Sequence[Path], ended: dict[int, float], timeout_s
         if "ended_s" not in own:
             failed += 1
             error = str(own.get("error") or text[text.rfind("pipesched: ") :])
-            has_places = case.by == "tensor" or (case.replicas > 1 and case.by != "fully_shard")
+            has_places = case.by in ("tensor", "by hand") or (case.replicas > 1 and case.by != "fully_shard")
             of_replicas = bool(re.search("of its pipeline[,)]", error)) == has_places
             if _named(error) != {case.rank} or not (of_replicas or "hosts the store" in error):
                 wrong.append(f"rank {rank}: {error[:600] or 'nothing'}")
