@@ -14,7 +14,7 @@ _LEAST = 1e-6  # a smaller fraction of a column is rounding
 
 
 def block_row(bars: Iterable[Bar], columns: int, per_s: float) -> str:
-    """Return a row in which each column is the block of a kind of action (`Row.block`), or blank for idle time.
+    """Return a row in which each column is the block of a kind of action (`KindRow.block`), or blank for idle time.
 
     A column shows the kind, among those in the column, with the most time that no column has shown so far. So the
     shares of the kinds and of idle time in a row are right, even if bars are narrower than a column.

@@ -1,4 +1,4 @@
-"""Colours: shades of the colour of a kind of action (`Row.colour`), and one colour for each stage.
+"""Colours: shades of the colour of a kind of action (`KindRow.colour`), and one colour for each stage.
 
 The colours are from the colour-blind-safe palette of Okabe and Ito (2008). Those of compute actions are light, so that
 dark numbers on them are readable. The later chunks of a rank have

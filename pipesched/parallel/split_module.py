@@ -12,13 +12,13 @@ from torch import nn
 from pipesched.errors import InputError
 from pipesched.parallel.tensor_group import TensorGroup
 
-__all__ = ["Held", "SplitForm", "become", "held_by", "is_split", "restore"]
+__all__ = ["SplitRecord", "SplitForm", "become", "held_by", "is_split", "restore"]
 
 _HELD = "tensor_parallel"  # the attribute of a split module
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class SplitRecord:
     """What a split module knows besides the attributes of its class.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held:
     attributes: Mapping[str, Any]
     options: Mapping[str, Any]
 
-    def __deepcopy__(self, memo: Any) -> "Held":
+    def __deepcopy__(self, memo: Any) -> "SplitRecord":
         return self
 
 
@@ -52,16 +52,16 @@ def become(
             f"style to the module or to the layers inside it, not to both, and split a model once"
         )
     whole = {name: present[name] for name in attributes}
-    held = Held(group, type(module), whole, options)
+    held = SplitRecord(group, type(module), whole, options)
     if mixin is not None:
         module.__class__ = _subclass(mixin, type(module))
     present.update(attributes)
     present[_HELD] = held
 
 
-def held_by(module: nn.Module) -> Held:
+def held_by(module: nn.Module) -> SplitRecord:
     """Return what a split module knows."""
-    held: Held = vars(module)[_HELD]
+    held: SplitRecord = vars(module)[_HELD]
     return held
 
 
@@ -84,7 +84,7 @@ class SplitForm:
 
     module: nn.Module
     kind: type[nn.Module]
-    held: Held
+    held: SplitRecord
     attributes: Mapping[str, Any]
 
     @classmethod

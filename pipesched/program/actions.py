@@ -4,7 +4,7 @@ Programs, errors, traces and pictures write actions in the same text form. ``2F0
 micro-batch 0. ``0SEND_F3>1`` sends the output of stage 0 for micro-batch 3 to stage 1, and ``1RECV_F3<0`` receives it
 there. ``Action.parse`` is the inverse of ``str``.
 
-`Kind` is the table. Each kind has one `Row` with all that is known of the kind. The row refers to other kinds, to
+`Kind` is the table. Each kind has one `KindRow` with all that is known of the kind. The row refers to other kinds, to
 fields of `Costs` and to methods of a stage by their names, so that this module needs none of them.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
     "Lane",
     "Need",
     "Queue",
-    "Row",
+    "KindRow",
     "Transfer",
 ]
 
@@ -128,7 +128,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class KindRow:
     """All that is known of a kind of action."""
 
     #: The kind's name in the text form of an action.
@@ -189,16 +189,16 @@ class Kind(StrEnum):
     micro-batches has finished.
     """
 
-    row: Row
+    row: KindRow
 
-    def __new__(cls, row: Any) -> "Kind":  # a Row; Any lets type checkers accept Kind("F")
+    def __new__(cls, row: Any) -> "Kind":  # a KindRow; Any lets type checkers accept Kind("F")
         kind = str.__new__(cls, row.text)
         kind._value_ = row.text
         kind.row = row
         return kind
 
     # forward
-    F = Row(
+    F = KindRow(
         text="F",
         lane=Lane.COMPUTE,
         handler="forward",
@@ -211,7 +211,7 @@ class Kind(StrEnum):
         block="▄",
     )
     # full backward: input and weight gradients
-    B = Row(
+    B = KindRow(
         text="B",
         lane=Lane.COMPUTE,
         handler="backward",
@@ -225,7 +225,7 @@ class Kind(StrEnum):
         block="█",
     )
     # input gradients only
-    I = Row(  # noqa: E741
+    I = KindRow(  # noqa: E741
         text="I",
         lane=Lane.COMPUTE,
         handler="input_grad",
@@ -240,7 +240,7 @@ class Kind(StrEnum):
         block="▓",
     )
     # weight gradients, after I
-    W = Row(
+    W = KindRow(
         text="W",
         lane=Lane.COMPUTE,
         handler="weight_grad",
@@ -254,7 +254,7 @@ class Kind(StrEnum):
         block="░",
     )
     # recompute the activations that a checkpointed F did not keep
-    R = Row(
+    R = KindRow(
         text="R",
         lane=Lane.COMPUTE,
         handler="recompute",
@@ -268,7 +268,7 @@ class Kind(StrEnum):
         block="▒",
     )
     # the norms of a stage's gradients, for clipping; each UPDATE with the same number, on any stage, waits for it
-    NORM = Row(
+    NORM = KindRow(
         text="NORM",
         lane=Lane.COMPUTE,
         handler="norm",
@@ -279,7 +279,7 @@ class Kind(StrEnum):
         colour="#f0e442",
     )
     # an optimizer step on a stage's weights
-    UPDATE = Row(
+    UPDATE = KindRow(
         text="UPDATE",
         lane=Lane.COMPUTE,
         handler="update",
@@ -291,7 +291,7 @@ class Kind(StrEnum):
         label="optimizer step",
     )
     # a stage's output, to a consumer
-    SEND_F = Row(
+    SEND_F = KindRow(
         text="SEND_F",
         lane=Lane.COPY,
         handler="send",
@@ -300,7 +300,7 @@ class Kind(StrEnum):
         transfer=Transfer("RECV_F", ">", "F"),
     )
     # a stage's input, from a producer
-    RECV_F = Row(
+    RECV_F = KindRow(
         text="RECV_F",
         lane=Lane.COPY,
         handler="receive",
@@ -308,7 +308,7 @@ class Kind(StrEnum):
         transfer=Transfer("SEND_F", "<", "F"),
     )
     # the gradient of a stage's input, to its producer
-    SEND_B = Row(
+    SEND_B = KindRow(
         text="SEND_B",
         lane=Lane.COPY,
         handler="send",
@@ -317,7 +317,7 @@ class Kind(StrEnum):
         transfer=Transfer("RECV_B", ">", "B"),
     )
     # the gradient of a stage's output, from a consumer
-    RECV_B = Row(
+    RECV_B = KindRow(
         text="RECV_B",
         lane=Lane.COPY,
         handler="receive",
@@ -325,7 +325,7 @@ class Kind(StrEnum):
         transfer=Transfer("SEND_B", "<", "B"),
     )
     # start copying activations to the host
-    OFFLOAD = Row(
+    OFFLOAD = KindRow(
         text="OFFLOAD",
         lane=Lane.COPY,
         handler="offload",
@@ -335,7 +335,7 @@ class Kind(StrEnum):
         label="copy to the host",
     )
     # wait for the end of the copy, then free the activations on the device
-    FREE = Row(
+    FREE = KindRow(
         text="FREE",
         lane=Lane.COPY,
         handler="free",
@@ -343,7 +343,7 @@ class Kind(StrEnum):
         gives=(Holding.OFFLOADED,),
     )
     # start copying the activations back to the device
-    FETCH = Row(
+    FETCH = KindRow(
         text="FETCH",
         lane=Lane.COPY,
         handler="fetch",
@@ -354,7 +354,7 @@ class Kind(StrEnum):
         label="copy from the host",
     )
     # sum a bucket of a stage's gradients over all replicas
-    REDUCE = Row(
+    REDUCE = KindRow(
         text="REDUCE",
         lane=Lane.COLLECTIVE,
         handler="reduce",
@@ -369,7 +369,7 @@ class Kind(StrEnum):
         block="=",
     )
     # gather a stage's weights, which replicas split
-    UNSHARD = Row(
+    UNSHARD = KindRow(
         text="UNSHARD",
         lane=Lane.COLLECTIVE,
         handler="unshard",
@@ -384,7 +384,7 @@ class Kind(StrEnum):
         block="+",
     )
     # free the weights that the UNSHARD with the same number gathered
-    RESHARD = Row(
+    RESHARD = KindRow(
         text="RESHARD",
         lane=Lane.COPY,
         handler="reshard",
@@ -393,7 +393,7 @@ class Kind(StrEnum):
         gives=(Holding.GATHERED,),
     )
     # send the gradients of a stage's previous update to the rank that holds a copy of the stage
-    MIRROR = Row(
+    MIRROR = KindRow(
         text="MIRROR",
         lane=Lane.REDUNDANCY,
         handler="mirror",
@@ -406,7 +406,7 @@ class Kind(StrEnum):
         block="▌",
     )
     # set a stage's weights and optimizer state aside, once all gradients of the previous update have arrived
-    KEEP = Row(
+    KEEP = KindRow(
         text="KEEP",
         lane=Lane.REDUNDANCY,
         handler="keep",
@@ -421,7 +421,7 @@ class Kind(StrEnum):
         block="▐",
     )
     # the previous update again, on the copy of a stage
-    REPLAY = Row(
+    REPLAY = KindRow(
         text="REPLAY",
         lane=Lane.REDUNDANCY,
         handler="replay",
@@ -460,7 +460,7 @@ class Action(NamedTuple):
     """An operation of one stage on one micro-batch. For a transfer, ``peer`` is the stage at the other end, else None.
 
     Some kinds have another number in place of a micro-batch, such as the number of an update or a bucket: see
-    `Row.number`.
+    `KindRow.number`.
     """
 
     stage: int

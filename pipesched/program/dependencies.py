@@ -1,8 +1,8 @@
 """Dependencies: defines which actions must have ended before an action starts.
 
-The row of a kind (`Row.needs`) is the single definition of these rules. ``needs`` applies the rules to one action, for
-error messages; ``requirements`` applies them to all actions at once. The validator, the lowering passes, the simulator
-and the executors use these rules.
+The row of a kind (`KindRow.needs`) is the single definition of these rules. ``needs`` applies the rules to one action,
+for error messages; ``requirements`` applies them to all actions at once. The validator, the lowering passes, the
+simulator and the executors use these rules.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence

@@ -91,7 +91,7 @@ def test_a_kind_added_as_the_page_says_is_validated_lowered_simulated_drawn_and_
 
 #: A kind with a queue and a sort of memory of its own, and the kind that waits for the ends of its actions.
 STARTED = """
-    SQUEEZE = Row(
+    SQUEEZE = KindRow(
         text="SQUEEZE",
         lane=Lane.COPY,
         handler="squeeze",
@@ -99,7 +99,7 @@ STARTED = """
         queue=Queue.SQUEEZES,
         takes=Holding.SQUEEZED,
     )
-    AWAIT = Row(text="AWAIT", lane=Lane.COPY, handler="await_squeeze", needs=(Need(At.OWN, "SQUEEZE"),))
+    AWAIT = KindRow(text="AWAIT", lane=Lane.COPY, handler="await_squeeze", needs=(Need(At.OWN, "SQUEEZE"),))
 """
 REAL_HANDLERS = """
     def squeeze(self, microbatch: int) -> None:

@@ -25,8 +25,8 @@ __all__ = ["BoundRank", "StageLike", "Stamps", "Transport", "interpret"]
 class StageLike(Protocol):
     """The methods of a stage that the actions call.
 
-    The row of a kind names the method that runs its actions (`Row.handler`). A handler that is not listed here is a
-    method that gets only the number of the action, and returns nothing. `Row.spans` names methods that wait for the
+    The row of a kind names the method that runs its actions (`KindRow.handler`). A handler that is not listed here is a
+    method that gets only the number of the action, and returns nothing. `KindRow.spans` names methods that wait for the
     stage's started actions of a kind, and return the start and the end of each, keyed by the number of the action.
 
     ``arrived`` contains a value from each producing stage, and ``grads`` a gradient from each consuming stage.
@@ -228,7 +228,7 @@ class BoundRank:
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         stages_of = {kind: {action.stage for action in whole if action.kind is kind} for kind in _COLLECTIVES}
-        #: For each kind with `Row.spans` that this rank runs, the stages that run it.
+        #: For each kind with `KindRow.spans` that this rank runs, the stages that run it.
         self._collectives = {kind: stages for kind, stages in stages_of.items() if stages}
         #: For each stage, the number of its last gather.
         self._last_gathers = {action.stage: action.microbatch for action in whole if action.kind is Kind.UNSHARD}
