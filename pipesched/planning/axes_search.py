@@ -132,15 +132,17 @@ class AxesRequest:
     def _searches_of(self, tensor: TensorAxis | None) -> Iterator[SearchRequest]:
         """Yield the search requests with these tensor groups. A rank in a request stands for one group."""
         profile, links = self.profile, self.links or self.profile.machine.links
-        total = self.num_ranks
+        total, size = self.num_ranks, 1 if tensor is None else tensor.size
         if tensor is not None:
             costs = TensorCosts(tensor, self.num_ranks, links)
-            profile, links, total = costs.divided(profile), costs.links_of_planes(), self.num_ranks // tensor.size
+            profile, links, total = costs.divided(profile), costs.links_of_planes(), self.num_ranks // size
         for num_ranks, replication in self._divisions(total, links):
             own = ReplicaCosts(replication, num_ranks, links)
             batch_size = self.batch_size // replication.num_replicas
             count = self.request.num_microbatches
-            counts = microbatch_counts(batch_size, num_ranks, profile.graphs) if count is None else [count]
+            # Tensor groups may have as many micro-batches as a pipeline of all their ranks.
+            known = microbatch_counts(batch_size, num_ranks * size, profile.graphs)
+            counts = known if count is None else [count]
             if not counts or counts[0] > batch_size:
                 continue
             yield SearchRequest.of(

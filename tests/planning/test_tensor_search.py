@@ -265,6 +265,16 @@ def test_wrong_requests_are_refused(options, error, words):
         tuned(**options)
 
 
+def test_groups_have_as_small_micro_batches_as_a_pipeline_of_all_their_ranks():
+    """With 16 micro-batches for each of 2 groups, only micro-batches of 4 rows would be tried, of which none is known."""
+    request = AxesRequest(
+        profile=LAYERS, num_ranks=8, batch_size=128, request=PlanRequest(), tensor=4, links=LINKS, options={}
+    )
+    counts = {search.num_ranks: search.num_microbatches for search in request.searches()}
+    assert 64 in counts[2]
+    assert 128 in counts[2]
+
+
 def test_a_request_can_be_made_without_a_search():
     request = AxesRequest(
         profile=LAYERS, num_ranks=8, batch_size=16, request=PlanRequest(), tensor=(1, 2), links=LINKS, options={}
