@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import pipesched
 from pipesched import Link, Links, Plan, Profile
 from pipesched.cli.main import main
-from pipesched.errors import InputError, PartitionError, PipeschedError, ScheduleError
+from pipesched.errors import DeviceCountError, InputError, PartitionError, PipeschedError, ScheduleError
+from pipesched.pipeline.checks.replica_checks import check_axes
 from pipesched.planning.axes_search import AxesRequest, find_axes
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.profile_search import ProfileSearch
@@ -209,6 +210,16 @@ def test_sequence_parallelism_is_part_of_the_plan(plan):
     assert Plan.from_dict(json.loads(json.dumps(other.to_dict()))) == other
 
 
+def test_a_pipeline_with_other_tensor_groups_refuses_the_plan(plan):
+    check_axes(plan, 2, 2, 2, tensor_size=2)
+    with pytest.raises(
+        DeviceCountError, match=r"2 replicas of 2 tensor groups of 2 ranks .* has 2 replicas of 2 ranks;"
+    ):
+        check_axes(plan, 2, 2, 2)
+    with pytest.raises(DeviceCountError, match=r"has 2 replicas of 2 tensor groups of 4 ranks; .* 'tensor': 4"):
+        check_axes(plan, 2, 2, 2, tensor_size=4)
+
+
 def test_one_device_is_not_what_a_tensor_group_is_compared_with(plan):
     from pipesched.planning.report.key_figures import key_figures
 
@@ -266,7 +277,7 @@ def test_wrong_requests_are_refused(options, error, words):
 
 
 def test_groups_have_as_small_micro_batches_as_a_pipeline_of_all_their_ranks():
-    """With 16 micro-batches for each of 2 groups, only micro-batches of 4 rows would be tried, of which none is known."""
+    """With at most 16 micro-batches for each of 2 groups, micro-batches had 4 rows, for which there are no costs."""
     request = AxesRequest(
         profile=LAYERS, num_ranks=8, batch_size=128, request=PlanRequest(), tensor=4, links=LINKS, options={}
     )
