@@ -1,7 +1,7 @@
 """Replayed body: a stage body that runs the stage's part of a captured forward."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,7 @@ class ReplayedBody:
         self._takers = [taker for giver, taker in edges if giver == stage]
         self.late_inputs = True
         self.sharded: ShardedModules | None = None
+        self.random: Callable[[torch.device], KeyedRandom] = KeyedRandom
         self._next = stage + 1
         self._last = last
         calls = captured.primary_capture.calls

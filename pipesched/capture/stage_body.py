@@ -31,6 +31,8 @@ class Body(Protocol):
     late_inputs: bool
     #: The modules whose weights are divided among several processes; None if no module is sharded.
     sharded: ShardedModules | None
+    #: Makes the random numbers of the stage on its device.
+    random: Callable[[torch.device], KeyedRandom]
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -77,6 +79,7 @@ class LayerChain:
         self._watched = watched
         self.late_inputs = False
         self.sharded: ShardedModules | None = None
+        self.random: Callable[[torch.device], KeyedRandom] = KeyedRandom
 
     def begin(self) -> None:
         """Do nothing, because each layer runs in its own mode."""

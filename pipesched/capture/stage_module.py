@@ -83,6 +83,7 @@ class WrappedBody:
         self.module = module
         self.late_inputs = body.late_inputs
         self.sharded: ShardedModules | None = None
+        self.random: Callable[[torch.device], KeyedRandom] = KeyedRandom
 
     @property
     def layers(self) -> dict[str, nn.Module]:

@@ -36,7 +36,7 @@ _WHERE = "the state of the plan before"
 
 @dataclass(frozen=True, kw_only=True)
 class HeldState:
-    """The state of a run as all processes hold it, and the tensors that this process holds."""
+    """The state of a run as all processes of a plane hold it, and the tensors that this process holds."""
 
     #: The state, with the entries and values of all processes.
     saved: SavedRun
@@ -65,7 +65,7 @@ class HeldState:
 
 
 def held_state(run: LiveRun, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None) -> HeldState:
-    """Describe the state that all processes hold. Collective. Raises the same errors as `Pipeline.save`."""
+    """Describe the state that all processes of this plane hold. Collective. Raises the errors of `Pipeline.save`."""
     common, own = captured(run, optimizer, scheduler, extra)
     for name, parameter in run.parameters.items():
         if parameter.grad is not None:
@@ -74,7 +74,7 @@ def held_state(run: LiveRun, optimizer: Any, scheduler: Any, extra: Mapping[str,
 
 
 def held_in_parts(run: LiveRun, own: Sequence[CheckpointPart]) -> HeldState:
-    """Describe the state that all processes hold. Collective.
+    """Describe the state that all processes of this plane hold. Collective.
 
     Several processes may hold the same part, such as the replicas of a stage, or parts that overlap. Each value counts
     once.
@@ -84,12 +84,12 @@ def held_in_parts(run: LiveRun, own: Sequence[CheckpointPart]) -> HeldState:
         own: the parts that this process holds.
 
     """
-    every = run.host.collectives.gathered_in_all((run.replica, [_described(part) for part in own]))
+    every = run.host.collectives.gathered_in_plane((run.replica, [_described(part) for part in own]))
     parts: list[dict[str, TensorEntry]] = []
     values: list[Any] = []
     held: dict[str, list[HeldRows]] = {}
     first: set[tuple[str, Rows | None]] = set()
-    for process, (replica, described) in enumerate(every):
+    for process, (replica, described) in every.items():
         for part in described:
             entries = {key: TensorEntry.from_dict(entry) for key, entry in part["entries"].items()}
             _add_holder(held, entries, process)
@@ -163,10 +163,13 @@ class MovedTensors:
         self._state = state
         self._collectives = collectives
         self._process = process
-        every = collectives.gathered_in_all(
+        every = collectives.gathered_in_plane(
             {key: None if rows is None else tuple(rows) for key, rows in needed.items()}
         )
-        asked = [{key: None if rows is None else Rows(*rows) for key, rows in own.items()} for own in every]
+        asked = {
+            process: {key: None if rows is None else Rows(*rows) for key, rows in own.items()}
+            for process, own in every.items()
+        }
         #: All messages of this transfer.
         self.messages: list[Message] = messages_for(state.held, asked)
         self._rounds = deque(rounds_of(self.messages, _ROUND_BYTES))

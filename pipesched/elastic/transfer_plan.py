@@ -54,13 +54,15 @@ class Message:
     nbytes: int
 
 
-def messages_for(held: Mapping[str, Sequence[HeldRows]], needed: Sequence[Mapping[str, Rows | None]]) -> list[Message]:
+def messages_for(
+    held: Mapping[str, Sequence[HeldRows]], needed: Mapping[int, Mapping[str, Rows | None]]
+) -> list[Message]:
     """Return the messages that give each process what it needs and does not hold.
 
     ::
 
         held = {"weight": [HeldRows(rows=None, nbytes=400, holders=(0, 1))]}
-        messages_for(held, [{}, {}, {"weight": None}])  # process 0 sends to process 2
+        messages_for(held, {2: {"weight": None}})  # process 0 sends to process 2
 
     Of several holders, the one that sends the fewest bytes so far is the source.
 
@@ -72,7 +74,7 @@ def messages_for(held: Mapping[str, Sequence[HeldRows]], needed: Sequence[Mappin
     sent: Counter[int] = Counter()
     messages = []
     for key, pieces in held.items():
-        for target, own in enumerate(needed):
+        for target, own in needed.items():
             for piece in pieces if key in own else ():
                 part = piece.part(own[key])
                 if target in piece.holders or (part is not None and part.start == part.end):

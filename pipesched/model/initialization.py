@@ -2,7 +2,8 @@
 
 A model of any size is built and captured on the meta device, and cut into stages. Then each rank creates the weights of
 its own stages. The random numbers for a module's weights are seeded with the seed and the module's name. The weights
-are therefore bit-identical for every cut, whichever rank creates them.
+are therefore bit-identical for every cut, whichever rank creates them. If ranks divide a weight among themselves, each
+of these ranks creates the whole weight, keeps its block, and frees the rest before it creates the next layer.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,18 @@ def _drawing(seed: int, name: str) -> Iterator[None]:
 # ---- filling ------------------------------------------------------------------------------------------------------
 
 
+class WeightBlocks(Protocol):
+    """The weights of which this process holds only blocks, by their names in the model."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Return this process's block of a whole weight. The block may be a view."""
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a whole weight, given that of the block."""
+
+
 class Initial:
     """Fills a model on the meta device.
 
@@ -141,6 +154,9 @@ class Initial:
         _check_hooks(model)
         self._init_fn = as_function(init, "init", ["module"]) if callable(init) else None
         self._given = self._weights(init)
+        self._blocks: WeightBlocks | None = None
+        #: id of a weight of which this process holds only a block -> its name in the model.
+        self._divided: dict[int, str] = {}
 
     def _weights(self, init: Init | None) -> Mapping[str, Tensor] | None:
         if init is None or callable(init) or init == _RESET:
@@ -162,10 +178,20 @@ class Initial:
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
-    def fill(self, owners: Owners, ranks: RankDevices, fail: Callable[[str, Exception], NoReturn]) -> None:
+    def fill(
+        self,
+        owners: Owners,
+        ranks: RankDevices,
+        fail: Callable[[str, Exception], NoReturn],
+        blocks: WeightBlocks | None = None,
+    ) -> None:
         """Fill the tensors that this process's ranks hold, and the buffers that belong to no layer.
 
-        ``fail`` raises an error in this process, and makes the other processes raise an error as well.
+        Args:
+            owners: the rank that holds each tensor.
+            ranks: the ranks of this process, and their devices.
+            fail: raises an error in this process, and makes the other processes raise an error as well.
+            blocks: the weights of which this process holds only blocks. Default: None (all weights are whole).
 
         Raises:
             GraphError: some tensors were not filled. All ranks of a mesh raise this error.
@@ -178,6 +204,9 @@ class Initial:
             forget_weights(module)  # the module's weak references would prevent filling them
         units = _units(self._model)
         wanted = {id(buffer): ranks.devices[0] for unit in units for buffer in unit.loose}
+        self._blocks = blocks
+        named = self._model.named_parameters(remove_duplicate=False)
+        self._divided = {} if blocks is None else {id(weight): name for name, weight in named if name in blocks}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             if ranks.holds(owners.rank(name)):
                 wanted[id(tensor)] = ranks.devices[owners.rank(name)]
@@ -201,13 +230,34 @@ class Initial:
                 for name, tensor, full in self._drawn(unit):
                     if id(tensor) in drawn:
                         unfilled += [name] * _is_unwritten(full)
-                        made.append((tensor, full.data.to(drawn[id(tensor)])))
+                        made.append((tensor, self._own(tensor, full.data).to(drawn[id(tensor)])))
         _check_filled(unfilled)
         for tensor, full in made:
             give_contents(tensor, full)
         for tensor in _distinct(self._state().values()):
             if id(tensor) in loaded:
-                _load(given, loaded[id(tensor)], tensor, wanted[id(tensor)])
+                self._load(given, loaded[id(tensor)], tensor, wanted[id(tensor)])
+
+    def _own(self, tensor: Tensor, whole: Tensor) -> Tensor:
+        """Return the block of a tensor that this process holds, without the memory of the rest."""
+        name = self._divided.get(id(tensor))
+        return whole if name is None or self._blocks is None else self._blocks.own(name, whole).clone()
+
+    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        name = self._divided.get(id(tensor))
+        shape = tuple(tensor.shape)
+        return shape if name is None or self._blocks is None else self._blocks.whole_shape(name, shape)
+
+    @torch.no_grad()
+    def _load(self, given: Mapping[str, Tensor], name: str, tensor: Tensor, device: torch.device) -> None:
+        own = torch.empty_like(tensor, device=device, requires_grad=False) if tensor.is_meta else tensor
+        if isinstance(given, WeightFiles):
+            given.read_into(name, own, lambda whole: self._own(tensor, whole))
+        else:
+            _check_form(given, name, tensor, self._whole_shape(tensor))
+            own.copy_(self._own(tensor, given[name]))
+        if tensor.is_meta:
+            give_contents(tensor, own)
 
     @staticmethod
     def _fill_own(name: str, module: nn.Module, init_fn: Callable[[nn.Module], Any]) -> None:
@@ -227,7 +277,7 @@ class Initial:
             (name, tensor, values) for each tensor of the unit.
 
         """
-        held = [(place, tensor, _unwritten(tensor)) for place, tensor in unit.empty]
+        held = [(place, tensor, _unwritten(tensor, self._whole_shape(tensor))) for place, tensor in unit.empty]
         for _, tensor, full in held:
             give_contents(tensor, full)
         for name, module in unit.modules:
@@ -270,10 +320,10 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
     if isinstance(given, dict | WeightFiles):  # another mapping may compute its tensors on access
         for name in given:
             if name in state:
-                _check_form(given, name, state[name])
+                _check_form(given, name, state[name], tuple(state[name].shape))
 
 
-def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
+def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor, due: tuple[int, ...]) -> None:
     files = isinstance(given, WeightFiles)
     if not files and (not isinstance(given[name], Tensor) or given[name].is_meta):
         raise InputError(
@@ -282,24 +332,12 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
         )
     shape = given.shape(name) if isinstance(given, WeightFiles) else tuple(given[name].shape)
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
-    if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
+    if shape != due or dtype.is_floating_point != tensor.is_floating_point():
         raise InputError(
             f"each weight must have the same shape as the model's tensor, and both or neither must be floating-point; "
-            f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape "
+            f"{name!r} is {tensor.dtype} of shape {list(due)} in the model, but {dtype} of shape "
             f"{list(shape)} {'in the files' if files else 'in the mapping'}; use weights of the same model"
         )
-
-
-@torch.no_grad()
-def _load(given: Mapping[str, Tensor], name: str, tensor: Tensor, device: torch.device) -> None:
-    full = torch.empty_like(tensor, device=device, requires_grad=False) if tensor.is_meta else tensor
-    if isinstance(given, WeightFiles):
-        given.read_into(name, full)
-    else:
-        _check_form(given, name, tensor)
-        full.copy_(given[name])
-    if tensor.is_meta:
-        give_contents(tensor, full)
 
 
 def _check_filled(unfilled: Sequence[str]) -> None:
@@ -370,12 +408,15 @@ def _units(model: nn.Module) -> list[_Unit]:
     return list(units.values())
 
 
-def _unwritten(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor of the same shape and dtype, filled with NaN or the largest integer.
+def _unwritten(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a CPU tensor of a shape and the dtype of ``tensor``, filled with NaN or the largest integer.
 
     These values show later whether code has written to the tensor; see `_is_unwritten`.
     """
-    full = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if shape == tuple(tensor.shape):
+        full = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    else:
+        full = torch.empty(shape, dtype=tensor.dtype, device="cpu")
     if full.is_floating_point() or full.is_complex():
         return full.fill_(torch.nan)
     return full if full.dtype == torch.bool else full.fill_(torch.iinfo(full.dtype).max)

@@ -5,7 +5,7 @@ closes it again. Memory therefore holds the mapped pages of at most one tensor a
 that were read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
@@ -79,9 +79,14 @@ class WeightFiles(Mapping[str, Tensor]):
         return self._entries[name].dtype
 
     @torch.no_grad()
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy the stored tensor of this name into ``tensor``, converting the dtype. The shapes must be the same."""
-        _read(name, tensor, self._entries[name].path)
+    def read_into(self, name: str, tensor: Tensor, part: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Copy the stored tensor of this name into ``tensor``, converting the dtype. The shapes must be the same.
+
+        ``part`` returns the part to copy of the stored tensor. Default: None (all of it).
+        """
+        with _opened(self._entries[name].path) as file:
+            stored = file.get_tensor(name)
+            tensor.copy_(stored if part is None else part(stored))
 
 
 def _files(path: Path) -> list[Path]:
@@ -144,11 +149,6 @@ def _entries(path: Path) -> Iterator[tuple[str, _TensorInFile]]:
         for name in file.keys():  # noqa: SIM118  file is not a mapping
             tensor = file.get_tensor(name)  # mapped, not read
             yield name, _TensorInFile(path, tensor.dtype, tuple(tensor.shape))
-
-
-def _read(name: str, into: Tensor, path: Path) -> None:
-    with _opened(path) as file:
-        into.copy_(file.get_tensor(name))
 
 
 @contextmanager

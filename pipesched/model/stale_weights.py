@@ -46,7 +46,7 @@ class Placement:
     here: int = 0
     #: Name of a parameter or buffer -> the mesh rank that holds it.
     homes: Mapping[str, int] = field(default_factory=dict)
-    #: The names of parameters that replicas divide. This process holds only some rows of each parameter.
+    #: The names of parameters that ranks divide. This process holds only some rows, or a block, of each parameter.
     divided: frozenset[str] = frozenset()
 
     @cached_property
@@ -166,8 +166,8 @@ class StaleHook:
         away = self.placement.away
         if self.placement.divided:
             return (
-                f"the model of a pipeline with zero=3 must not be used while its weights are divided, because each "
-                f"replica holds only part of them; on rank {place.here} {event}, but {len(away)} of "
+                f"the model of a pipeline with zero=3 or tensor_parallel= must not be used while its weights are "
+                f"divided, because each rank holds only part of them; on rank {place.here} {event}, but {len(away)} of "
                 f"{len(place.homes)} parameters and buffers are divided or belong to other ranks, such as {away[0]!r}; "
                 f"call the pipeline's gather_model() on every rank, before or after close()"
             )
@@ -226,6 +226,8 @@ class StaleGuard:
         self._roots = roots
         self._hook: StaleHook | None = None
         self._placement = Placement()  # this rank holds all tensors
+        #: Lets the pipeline's modules hold blocks of weights again, if they hold whole ones. Returns whether they did.
+        self.hold_blocks: Callable[[], bool] = lambda: False
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
         """Set the rank that holds each tensor. ``run_here`` contains the modules of this rank's stages."""
@@ -240,6 +242,7 @@ class StaleGuard:
             ExecutionError: a pipeline with another placement has trained the model.
 
         """
+        changes |= self.hold_blocks()
         if self._hook is not None and self._hook.on:
             return
         self._hook = hook = _hook_on(next(iter(self._roots.values())))
@@ -251,6 +254,11 @@ class StaleGuard:
             hook.put_on(self._roots, self._run_here)
         if hook is not None:
             hook.allow(self._runs)
+
+    def use(self) -> None:
+        """Let the pipeline read or change the model. If its modules held whole weights, they hold blocks again."""
+        if self.hold_blocks():
+            self.check(changes=True)
 
     def release(self) -> None:
         """Remove the hooks. Called when all weights of the model are up to date."""

@@ -3,12 +3,13 @@
 A generator sees which function takes its first value. So nothing in torch has to be replaced.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import currentframe
 
 from torch import nn
 from torch.nn.utils import clip_grad
-from torch.optim import swa_utils
+from torch.optim import Optimizer, swa_utils
+from torch.optim import optimizer as optimizers
 
 from pipesched.errors import ExecutionError
 
@@ -26,11 +27,21 @@ _AVERAGING = (
 )
 
 
-def watched(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Iterate over parameters of one rank. Raises ExecutionError if a function of torch would take them for all."""
+def watched(
+    parameters: Iterable[nn.Parameter], check: Callable[[Optimizer], None] | None = None
+) -> Iterator[nn.Parameter]:
+    """Iterate over parameters of one rank. Raises ExecutionError if a function of torch would take them for all.
+
+    ``check`` is called with an optimizer of torch that takes them, before it has any. Default: None.
+    """
     frame = currentframe()
-    taker = None if frame is None or frame.f_back is None else frame.f_back.f_code
-    if taker is not None:
+    caller = None if frame is None else frame.f_back
+    if caller is not None:
+        taker = caller.f_code
+        if check is not None and taker.co_filename == optimizers.__file__ and taker.co_name == "__init__":
+            made = caller.f_locals.get("self")
+            if isinstance(made, Optimizer):
+                check(made)
         if taker.co_filename == clip_grad.__file__ and taker.co_name == "clip_grad_norm_":
             raise ExecutionError(_CLIPPING)
         if taker.co_filename == swa_utils.__file__:

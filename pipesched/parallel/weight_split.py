@@ -65,7 +65,8 @@ class WeightSplit:
         return self.sections or (shape[self.dim],)
 
     def _parts(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return tensor.split(list(sizes), self.dim)
+        parts: Sequence[Tensor] = tensor.split(list(sizes), self.dim)
+        return parts
 
 
 class Gathers(Protocol):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from pipesched.model.module_tree import Members
 from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
+from pipesched.parallel.model_forms import ModelForms
+from pipesched.parallel.weight_split import SplitWeights
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.checks.recompute_checks import check_recomputed, check_stateless
@@ -42,6 +44,7 @@ from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets, local
+from pipesched.runtime.gradients.plane_norms import PlaneNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.rank_host import RankHost
@@ -50,10 +53,12 @@ from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.divided_stage import divided_update, divided_weights
 from pipesched.runtime.stage.divided_weights import DividedWeights
+from pipesched.runtime.stage.elementwise import check_elementwise
 from pipesched.runtime.stage.optimizers import Inheritance, NumberedGroup, optimizers_for
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
+from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
@@ -89,6 +94,10 @@ class AssemblySpec:
     reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
     #: The devices of all parameters and buffers before the pipeline moves them, keyed by name.
     places: Mapping[str, torch.device] = field(default_factory=dict)
+    #: The weights that the ranks of a tensor group divide; None if every rank of a plane holds whole weights.
+    split: SplitWeights | None = None
+    #: Makes the random numbers of a stage on a device.
+    random: Callable[[torch.device], KeyedRandom] = KeyedRandom
     #: Whether the job goes on after the loss of a rank, and whether the user's code is told of it; None if it ends.
     survives: Survives | None = None
 
@@ -144,12 +153,12 @@ class Assembly:
     ) -> None:
         begin = time.perf_counter()
         self._is_first = previous is None
+        self._spec = spec
         self.programs = programs
         self.stage_cut = stage_cut
         #: The rules for gradients before an update; None if there are no rules.
-        self.rules = spec.rules
+        self.rules = None if spec.rules is None else replace(spec.rules, planes=self.planes)
         self._filling_s = 0.0
-        self._spec = spec
         self.layered = spec.layered
         self._host = host
         program = programs.connect(spec.layered.edges(self.cut), self.cut)
@@ -210,12 +219,34 @@ class Assembly:
             names = {parameter: name for name, parameter in self._named_parameters()}
             before = {} if previous is None else previous.optimizers
             self._inheritance = optimizers_for(
-                spec.optimizer, self.stages, tied, home, before, names, spec.rules, arriving
+                spec.optimizer, self.stages, tied, home, before, names, self.rules, arriving
             )
         #: Whether some stages update only after the run, when the gradients of tied parameters are complete.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
             spec.updates_by_rules and bool(self.ties.parameters)
         )
+
+    @cached_property
+    def forms(self) -> ModelForms | None:
+        """The forms of a model that the ranks of a tensor group divide; None if no layer is divided."""
+        return None if self._spec.split is None else ModelForms(self._spec.model, self._spec.split)
+
+    @cached_property
+    def split_parameters(self) -> dict[nn.Parameter, str]:
+        """The parameters that the ranks of a tensor group divide, and their names."""
+        split = self._spec.split
+        named = self._spec.model.named_parameters(remove_duplicate=False)
+        return {} if split is None else {parameter: name for name, parameter in named if name in split}
+
+    @cached_property
+    def planes(self) -> PlaneNorms | None:
+        """Combines norms of gradients over the planes; None if no weights are divided over tensor groups."""
+        return None if self.split is None else PlaneNorms(self.split.group, self.split_parameters)
+
+    @property
+    def split(self) -> SplitWeights | None:
+        """The weights that the ranks of a tensor group divide; None if there are none."""
+        return self._spec.split
 
     @property
     def has_optimizers(self) -> bool:
@@ -237,10 +268,18 @@ class Assembly:
         """From now on, update the parameters with this assembly's optimizers instead of the previous assembly's."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
+            for optimizer in self.optimizers.values():
+                self.check_optimizer(optimizer)
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
             if self.zero:
                 self._divide()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ModelTypeError if an optimizer cannot update the blocks of weights that this rank holds."""
+        if self.split is not None:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            check_elementwise(optimizer, parameters, self.split_parameters)
 
     def _divide(self) -> None:
         """Split the updates across the replicas.
@@ -301,7 +340,7 @@ class Assembly:
         bodies = spec.layered.bodies(self.cut, devices, self.ties)
         if self._is_first:
             begin = time.perf_counter()
-            spec.initial.fill(self._owners(bodies), self._host.grid, self._host.collectives.fail)
+            spec.initial.fill(self._owners(bodies), self._host.grid, self._host.collectives.fail, spec.split)
             self._filling_s = time.perf_counter() - begin
         holds = self._host.grid.holds
         return wrapped_bodies(spec.wrap, spec.model, spec.layers, bodies, program, devices, holds, tied)
@@ -385,6 +424,7 @@ class Assembly:
             head = Head(loss_fn, self._loss_rule(index, part)) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            body.random = self._spec.random
             if isinstance(body, WrappedBody):
                 body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once is not False)
                 if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):

@@ -67,7 +67,7 @@ class CallBuilder:
                 call = self._split(method, given, metrics, wanted)
                 if grid.inputs == "first":
                     program = self._programs(call.batch).plain
-                    call, messages = scatter_call(call, program, self._running.assembly.bodies, grid.rows)
+                    call, messages = scatter_call(call, program, self._running.assembly.bodies, grid.every_plane)
         call = collectives.exchange_call(method, call, messages)
         layered = self._running.assembly.layered
         if layered.may_branch and not given.is_given:

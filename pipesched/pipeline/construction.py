@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,8 +31,8 @@ from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.profiling.tensor_link import measured_link
 from pipesched.runtime.collectives import RankCollectives
-from pipesched.runtime.executors.executor import Executor
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.rank_host import RankHost, host_for, host_of_threads
@@ -46,8 +48,8 @@ __all__ = [
     "check_idle_ranks",
     "checked_programs",
     "choose_plan",
-    "ending_on_error",
     "made_host",
+    "making",
     "start",
     "warn_of_lone_processes",
 ]
@@ -70,9 +72,12 @@ def made_host(
 ) -> RankHost:
     """Return the host of a pipeline's ranks, from the arguments of Pipeline. Collective under a mesh."""
     threads = numerics.intra_op_threads
+    if mesh is None:
+        distributed.check_tensor_parallel(None, wraps=False, compiles=False)
     if distributed.survives(joins=mesh is None) == "joins":
         return host_of_threads(as_devices(devices or ["cpu"]), threads)  # until this process has joined the job
-    return host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
+    host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
+    return host if distributed.tensor_parallel is None else replace(host, tensor_link=measured_link(host))
 
 
 def check_functions(
@@ -106,7 +111,12 @@ def check_agreement(collectives: RankCollectives, model: nn.Module, call: Any, o
     facts = {"the version of torch": str(torch.__version__), **said, "the form of the sample": form_of_sample(call)}
     collectives.agree_on(lambda: {**facts, **facts_of_model(model)}, "make the same pipeline on every rank")
     if options["weights"] == "all":
-        collectives.agree_on(lambda: facts_of_weights(model, collectives.gathered), _SAME_WEIGHTS)
+        collectives.agree_on(lambda: facts_of_weights(model, partial(_in_planes, collectives)), _SAME_WEIGHTS)
+
+
+def _in_planes(collectives: RankCollectives, value: Any) -> list[Any]:
+    """All-gather a value over the processes of this replica in all planes."""
+    return [*chain(*collectives.gather_over_planes(collectives.gathered(value)))]
 
 
 def _check_survival(spec: AssemblySpec, grid: RankGrid, programs: ProgramFactory) -> None:
@@ -145,12 +155,13 @@ def _in_words(value: Any) -> str:
 
 
 @contextmanager
-def ending_on_error(executor: Executor) -> Iterator[None]:
-    """Stop the ranks in all processes if the ``with`` block raises."""
+def making(host: RankHost) -> Iterator[None]:
+    """Stop the ranks in all processes if the ``with`` block raises. In it, split layers run in each process alone."""
     try:
-        yield
+        with host.alone():
+            yield
     except BaseException as error:
-        executor.abandon("the construction of a pipeline", error)
+        host.executor.abandon("the construction of a pipeline", error)
         raise
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -21,10 +22,12 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
+from pipesched.profiling.lone_layers import without_collectives
 from pipesched.profiling.loss_costs import with_supposed_loss
+from pipesched.profiling.tensor_link import collective_s, given_link
 from pipesched.program.checkpoint_options import offloading
 from pipesched.runtime.rank_grid import RankGrid
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.rank_host import RankHost, alone
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs, treated
@@ -47,15 +50,17 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
         links: the links between the ranks of all replicas; None if unknown.
 
     """
-    first = grid.rows[0]
-    if len(grid.rows) == 1:
+    rows = grid.first_rows
+    if len(rows) == 1:
         return None
+    first, *_ = rows
+    in_order = sorted(chain(*rows))
     replication = Replication(
-        num_replicas=len(grid.rows),
+        num_replicas=len(rows),
         zero=zero,
-        consecutive="stages" if first == tuple(range(len(first))) else "replicas",
+        consecutive="stages" if first == tuple(in_order[: len(first)]) else "replicas",
     )
-    return ReplicaCosts(replication, len(first), links, grid.rows)
+    return ReplicaCosts(replication, len(first), links, rows)
 
 
 class CostModel:
@@ -66,7 +71,7 @@ class CostModel:
         layered: the model's layers.
         loss_fn: the loss function. The costs of the last layer include the memory of the loss.
         guard: the StaleGuard, which lets the code that measures the layers read the model.
-        grid: where the ranks are, including ranks that the plan leaves unused.
+        host: the host of the ranks, including ranks that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
         links: the measured links between all ranks; None if unknown.
         replicas: the costs of the pipeline's replicas; None if there is only one replica.
@@ -80,7 +85,7 @@ class CostModel:
         layered: LayeredModel,
         loss_fn: Callable[[Any, Any], Any] | None,
         guard: StaleGuard,
-        grid: RankGrid,
+        host: RankHost,
         intra_op_threads: int,
         links: Links | None,
         replicas: ReplicaCosts | None,
@@ -90,7 +95,7 @@ class CostModel:
         self._all_links = links
         self.layered = layered
         #: The links between the ranks of one replica.
-        self.links = links if replicas is None else replicas.pipeline_links()
+        self.links = self._pipeline_links(host.grid)
         #: The costs of each layer; None until they are measured.
         self.layers: dict[str, LayerCosts] | None = None
         #: Sentences on costs of layers that a profile assumes.
@@ -107,6 +112,11 @@ class CostModel:
         self._model = model
         self._loss_fn = loss_fn
         self._guard = guard
+        self._tensor = host.tensor
+        self._may_wait = host.tensor is not None and host.tensor_link is None and host.tensor.size > 1
+        link = given_link(links, host.grid) if links is not None and host.tensor is not None else host.tensor_link
+        self._collective_s = None if link is None else collective_s(link)
+        grid = host.grid
         self._devices = grid.all_devices
         #: For each rank, the device or the process that can be slower than others.
         self.places = self.places_of(grid)
@@ -115,14 +125,20 @@ class CostModel:
 
     def regroup(self, grid: RankGrid, zero: int) -> None:
         """Use the costs of other replicas, which ``grid`` arranges. ``zero`` is as in `Distributed`."""
-        self.replicas = replicas = replica_costs(grid, zero, self._all_links)
-        self.links = self._all_links if replicas is None else replicas.pipeline_links()
+        self.replicas = replica_costs(grid, zero, self._all_links)
+        self.links = self._pipeline_links(grid)
         self._devices = grid.all_devices
         self.places = self.places_of(grid)
 
+    def _pipeline_links(self, grid: RankGrid) -> Links | None:
+        if self.replicas is not None:
+            return self.replicas.pipeline_links()
+        links = self._all_links
+        return links.among(grid.first_rows[0]) if links is not None and grid.planes else links
+
     def places_of(self, grid: RankGrid) -> tuple[Hashable, ...]:
         """Return, for each rank of a grid, the device or the process that can be slower than others."""
-        return grid.all_devices if grid.in_one_process else grid.rows[0]
+        return grid.all_devices if grid.in_one_process else grid.first_rows[0]
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
         """Return the `Replication` that describes the replicas that run these programs.
@@ -150,10 +166,16 @@ class CostModel:
         return self.layers
 
     def _measured_now(self, *, crowds: bool) -> dict[str, LayerCosts]:
+        if self._may_wait:
+            with without_collectives():  # the user may have split layers
+                self._measured_alone(crowds=False)
+        return self._measured_alone(crowds=crowds)
+
+    def _measured_alone(self, *, crowds: bool) -> dict[str, LayerCosts]:
         without_contents = lacks_contents(self._model)
         effort = replace(QUICK, crowds=crowds and not without_contents, ranks_are=self._ranks_are)
         device = self._devices[0]
-        with self._guard.lifted(), set_aside(self._model, self._loss_fn):
+        with alone(self._tensor, self._collective_s), self._guard.lifted(), set_aside(self._model, self._loss_fn):
             layers = measure(self.layered, device, self._intra_op_threads, effort)
             if self._loss_fn is not None and not without_contents:
                 last, costs = layers.popitem()

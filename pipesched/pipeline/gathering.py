@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError
 from pipesched.model.stale_weights import Placement, StaleGuard
+from pipesched.parallel.weight_split import SplitWeights
 from pipesched.pipeline.assembly import Assembly
 from pipesched.runtime.collectives import RankCollectives
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.exchange import copy_into
 from pipesched.tensors.meta_tensors import give_contents, weights_replaced
@@ -39,6 +41,7 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
         tensors = dict(named_tensors(roots, duplicates=True))
         homes = {name: assembly.owners.rank(name) for name in tensors}
         kept = {parameter for weights in assembly.divided_weights for parameter in weights}
+        kept |= assembly.split_parameters.keys()
         divided = frozenset(name for name, tensor in tensors.items() if tensor in kept)
         layers = [layer for stage in assembly.stages.values() for layer in stage.modules.values()]
         run_here = [module for layer in layers for module in layer.modules()]
@@ -105,11 +108,12 @@ def gather_model(
         gathers = grid.rank in targets
         misfit = _misfit(grid.rank, tensors, shares, grid.pipeline) if gathers else None
         _check_fits(collectives.gathered_in_all(misfit))
-        in_replica = [position for position, member in enumerate(grid.pipeline) if member in targets]
         with ExitStack() as stack:
             for root in roots.values():
                 stack.enter_context(weights_replaced(root, [one for one in tensors.values() if one.is_meta]))
-            _collect(collectives, grid.position, in_replica, tensors, shares)
+            _collect(collectives, grid, targets, tensors, shares, assembly.split)
+        if gathers and assembly.forms is not None:
+            assembly.forms.make_whole(assembly.split_parameters)
         if gathers:
             for states in extras:
                 for name, value in states.items():
@@ -174,25 +178,39 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
 
 def _collect(
     collectives: RankCollectives,
-    here: int,
+    grid: RankGrid,
     targets: Collection[int],
     tensors: Mapping[str, Tensor],
     shares: Sequence[_Share],
+    split: SplitWeights | None,
 ) -> None:
     """Send the tensors of each rank in turn to the ranks that gather, in groups of limited size.
 
-    Ranks are numbered within this replica; ``here`` is this process's rank.
+    The ranks of a tensor group make their weights whole together, one at a time, and each sends them in its own plane.
     """
+    here = grid.position
+    takers = [place for place, rank in enumerate(grid.pipeline) if rank in targets]
+    in_planes = [rank in targets for rows in grid.every_plane for rank in rows[grid.replica]]
     for source, share in enumerate(shares):
-        takers = [rank for rank in targets if rank != source]
-        for names in _batches(share) if takers else ():
+        others = [place for place in takers if place != source]
+        wanted = others or (split is not None and any(in_planes))
+        for names in _batches(share) if wanted else ():
             if here == source:
                 with collectives.stopping_all("gather_model"):
-                    values = [_whole(tensors[name]).detach().cpu() for name in names]
-                collectives.trade("weights", dict.fromkeys(takers, values), ())
-            elif here in takers:
+                    values = [_whole_block(split, name, _whole(tensors[name]).detach()).cpu() for name in names]
+                if others:
+                    collectives.trade("weights", dict.fromkeys(others, values), ())
+                if split is not None and here in takers:
+                    for name, value in zip(names, values, strict=True):
+                        _take(tensors[name], value)
+            elif here in others:
                 for name, value in zip(names, collectives.trade("weights", {}, (source,))[source], strict=True):
                     _take(tensors[name], value)
+
+
+def _whole_block(split: SplitWeights | None, name: str, tensor: Tensor) -> Tensor:
+    """Return the whole weight of which this rank holds a block. Collective over the tensor group."""
+    return tensor if split is None else split.whole(name, tensor)
 
 
 def _batches(share: _Share) -> Iterator[list[str]]:

@@ -155,7 +155,7 @@ class MemoryForecast:
             devices = [
                 running.host.grid.devices[now.program.placement[part]] for part in range(now.program.num_weights)
             ]
-            with self._guard.lifted(), set_aside(spec.model):
+            with running.host.alone(), self._guard.lifted(), set_aside(spec.model):
                 now.sizes = stage_sizes(
                     layered,
                     now.cut,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipesched.checks import check_type
 from pipesched.devices.transfers import CUDA
@@ -66,6 +67,13 @@ class ModuleInterface:
         """
         return nullcontext()
 
+    def _whole_layers(self, method: str) -> AbstractContextManager[None]:
+        """Return a context manager within which layers that ranks divide among themselves are the user's whole layers.
+
+        ``method`` is the public method that needs the layers.
+        """
+        return nullcontext()
+
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules of the model and the loss module with their names, as nn.Module does.
 
@@ -86,11 +94,12 @@ class ModuleInterface:
         """Call a function with every module of ``modules()``, submodules first, and return this pipeline.
 
         Under a mesh each rank draws random numbers for its own modules only. If initial weights must not depend on the
-        plan, apply the function to the model before you create the pipeline, or pass ``init=``.
+        plan, apply the function to the model before you create the pipeline, or pass ``init=``. The weights that the
+        function sees are whole, also if ranks divide them.
         """
         here = set(self.modules())
         self._guard.check(changes=True)
-        with self._whole_weights("apply"):
+        with self._whole_weights("apply"), self._whole_layers("apply"):
             for module in self._modules().values():
                 module.apply(lambda each: function(each) if each in here else None)
         return self
@@ -127,7 +136,10 @@ class ModuleInterface:
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         parameters = parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)]
-        return watched(parameters) if self._is_divided() else iter(parameters)
+        return watched(parameters, self._check_optimizer) if self._is_divided() else iter(parameters)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that the user makes of this process's parameters."""
 
     def _is_divided(self) -> bool:
         """Return whether other processes train other parameters of the model."""
@@ -187,7 +199,7 @@ class ModuleInterface:
     def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
         known = self._all_state()
         whole = all(name in state and not _is_empty(value) for name, value in known.items() if not self._is_own(name))
-        state = {name: value for name, value in state.items() if name in known or self._is_own(name)}
+        state = self._own_blocks({name: value for name, value in state.items() if name in known or self._is_own(name)})
         others = {name: value for name, value in known.items() if not self._is_own(name)}
         empty = {name: value for name, value in others.items() if _is_empty(value)}
         state = {**others, **state, **empty}
@@ -201,6 +213,10 @@ class ModuleInterface:
         if loss and _LOSS_PREFIX in modules:
             bare = {name.removeprefix(_LOSS_PREFIX): value for name, value in loss.items()}
             modules[_LOSS_PREFIX].load_state_dict(bare, strict)
+
+    def _own_blocks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with the blocks that this process holds, given one with whole weights."""
+        return state
 
     @property
     def training(self) -> bool:

@@ -1,6 +1,6 @@
 """Options: settings of a Pipeline that few users change, for the search, the numerics and a mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, TypeVar, get_args
@@ -18,7 +18,7 @@ from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.runtime.gradients.rules import GradientRules, OnNonfinite
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import SplitDims
-from pipesched.runtime.rank_grid import Inputs
+from pipesched.runtime.rank_grid import Inputs, RankGrid
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
@@ -37,6 +37,9 @@ Redundant = Literal["neighbour"]
 
 #: What a step does if a rank is lost.
 OnFailure = Literal["raise", "recover"]
+
+#: Patterns of module names, and the style in which each of these modules is split over ranks.
+TensorParallel = Mapping[str, Any] | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +290,10 @@ class Distributed:
             ``pipe.recover()``, or "recover" and run the same step again. Default: "raise".
         on_recovery: a function that is called with the `Recovered` after each recovery, for example to tell a data
             loader its new replica. Default: None.
+        tensor_parallel: the layers that are split over the ranks of the mesh dimension "tp" (or of the axis "tensor"),
+            and how: a mapping from patterns of module names to styles, such as ``{"blocks.*.up": "column",
+            "blocks.*.down": "row"}``, or "auto" for models of transformers. Each rank of the dimension then holds a
+            block of the weights of these layers. Default: None (every layer is whole).
         rendezvous: with ``redundancy=``, the path of a file in which the job publishes the addresses of its ranks, so
             that processes can join it. A process joins if it makes the same pipeline without ``mesh=``, but with this
             path. Default: None (no process can join).
@@ -306,6 +313,7 @@ class Distributed:
     on_failure: OnFailure = "raise"
     on_recovery: Callable[[Recovered], Any] | None = None
     rendezvous: str | PathLike[str] | None = None
+    tensor_parallel: TensorParallel | None = None
 
     def __post_init__(self) -> None:
         as_function(self.on_recovery, "on_recovery", ("recovered",))
@@ -340,10 +348,21 @@ class Distributed:
                 f"weights= must be 'all' (every rank holds the same model) or 'own' (each rank holds the weights of "
                 f"its own stages); got {shown(self.weights)}; pass one of them"
             )
+        if self.tensor_parallel not in (None, "auto") and not isinstance(self.tensor_parallel, Mapping):
+            raise InputError(
+                f"tensor_parallel= must map patterns of module names to styles, or be 'auto'; got "
+                f"{shown(self.tensor_parallel)}; for example, pass {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
+            )
         if self.gather_once not in (None, True, False):
             raise InputError(
                 f"gather_once= must be True, False or None; got {shown(self.gather_once)}; pass one of them"
             )
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """The options that must be identical in all processes, keyed by name."""
+        names = ("inputs", "gather_once", "zero", "weights", "replan_every", "tensor_parallel")
+        return {name: getattr(self, name) for name in names}
 
     def survives(self, *, joins: bool) -> Survives | None:
         """Return whether the job goes on after the loss of a rank; None if it ends then.
@@ -355,6 +374,40 @@ class Distributed:
         if joins and self.rendezvous is not None:
             return "joins"
         return "told" if self.on_recovery is not None or self.on_failure == "raise" else "untold"
+
+    def check_tensor_parallel(self, grid: RankGrid | None, *, wraps: bool, compiles: bool) -> None:
+        """Raise InputError if layers cannot be split over ranks.
+
+        Args:
+            grid: the ranks of the mesh; None if the pipeline has no mesh.
+            wraps: whether the user passed ``wrap=``.
+            compiles: whether the user passed ``compile=``.
+
+        """
+        if self.tensor_parallel is None:
+            return
+        rule = "tensor_parallel= splits layers over the ranks of a mesh dimension"
+        if grid is None:
+            raise InputError(
+                f"{rule}; this pipeline runs in one process, without mesh=; pass a mesh with a dimension 'tp', or "
+                f"leave tensor_parallel= out"
+            )
+        if not grid.planes:
+            raise InputError(
+                f"{rule}; the mesh of this pipeline has no dimension 'tp', and axes= names none; use a mesh such as "
+                f"init_device_mesh('cpu', ({len(grid.all_devices)}, 2), mesh_dim_names=('pp', 'tp')), or pass "
+                f"axes={{'pipeline': ..., 'tensor': ...}}"
+            )
+        if wraps:
+            raise InputError(
+                f"{rule}, so each rank holds blocks of their weights, which wrap= could not tell from whole weights; "
+                f"this pipeline has both options; split the layers in wrap= as well, or leave one of the two out"
+            )
+        if compiles:
+            raise InputError(
+                f"{rule}, and a split layer draws its block of the dropout mask of the whole layer, which compiled "
+                f"code cannot do; this pipeline has tensor_parallel= and compile=; leave one of the two out"
+            )
 
     def check_replan(self, *, has_optimizers: bool, is_asynchronous: bool) -> None:
         """Raise InputError if the pipeline cannot change its plan between two steps without being asked."""

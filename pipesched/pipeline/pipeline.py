@@ -32,8 +32,8 @@ from pipesched.pipeline.construction import (
     check_agreement,
     check_functions,
     choose_plan,
-    ending_on_error,
     made_host,
+    making,
     start,
     warn_of_lone_processes,
 )
@@ -48,9 +48,12 @@ from pipesched.pipeline.recovery import LossOptions, Methods, Recovery
 from pipesched.pipeline.regrouping import MeshForm, Regrouping
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.replan_search import FoundPlan, PlanSearch
+from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.sent_values import learn_decided_types
+from pipesched.pipeline.split_layers import probing, random_numbers, split_layers
+from pipesched.pipeline.split_state import own_state, whole_state
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.pipeline.uneven_orders import UnevenOrders
@@ -65,9 +68,11 @@ from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradients.clipping import clip_gradients
+from pipesched.runtime.gradients.plane_norms import NormMeasure
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes, RankGrid
 from pipesched.runtime.stage.compiled_layers import compiler
+from pipesched.runtime.stage.elementwise import check_elementwise
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.simulation.memory import RankMemory
@@ -198,18 +203,16 @@ class Pipeline(SavingInterface):
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         warn_of_lone_processes(mesh)
         host = made_host(devices, mesh, axes, numerics, distributed)
-        with ending_on_error(host.executor):
+        with making(host):
             learn_decided_types(host.collectives, FoundPlan)
             run_seed = host.collectives.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
-            shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
-            shared |= {"zero": distributed.zero, "weights": distributed.weights}
-            shared |= {"replan_every": distributed.replan_every}
-            check_agreement(host.collectives, module, call, shared)
+            check_agreement(host.collectives, module, call, {**shared, "numerics": numerics, **distributed.agreed})
             _check_replicas(host.grid, plan, numerics, distributed, has_optimizers=optimizer is not None)
-            layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
+            split = split_layers(module, loss_fn, host, distributed, wrap=wrap, compiles=bool(compile))
+            layers = layered(module, call, whole_layers)
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)
             self._numerics = numerics
@@ -235,6 +238,8 @@ class Pipeline(SavingInterface):
                 ),
                 zero=distributed.zero,
                 reduction_order=numerics.reduction_order,
+                split=split,
+                random=random_numbers(module, layers, split),
                 places={name: tensor.device for name, tensor in named_tensors(self._roots)},
                 survives=distributed.survives(joins=mesh is None),
             )
@@ -244,7 +249,7 @@ class Pipeline(SavingInterface):
                 layered=layers,
                 loss_fn=loss_fn,
                 guard=self._guard,
-                grid=host.grid,
+                host=host,
                 intra_op_threads=threads,
                 links=search.links,
                 replicas=replicas,
@@ -256,7 +261,7 @@ class Pipeline(SavingInterface):
                 numerics.loss_weight,
                 numerics.loss_reduction,
                 numerics.split_dims,
-                agreed=host.collectives.agreed,
+                agreed=probing(host, split),
             )
             auto_plan = AutoPlan(
                 model=model,
@@ -265,7 +270,7 @@ class Pipeline(SavingInterface):
                 sample=sample,
                 devices=host.grid.all_devices,
                 ranks_are="threads" if mesh is None else "processes",
-                search=search,
+                search=replace(search, links=self._cost_model.links),
                 numerics=numerics,
                 optimizer=optimizer,
                 free=adds_up(module, loss_fn, loss_weight),
@@ -299,6 +304,7 @@ class Pipeline(SavingInterface):
             distributed.check_replan(
                 has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
             )
+            self._guard.hold_blocks = partial(_hold_blocks, self._running)
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.executor.start()
         self._replan_every = distributed.replan_every
@@ -678,7 +684,7 @@ class Pipeline(SavingInterface):
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
             running.host.collectives.gathered,
-            self._parameter_order,
+            NormMeasure(self._parameter_order, running.assembly.planes),
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -1027,7 +1033,8 @@ class Pipeline(SavingInterface):
     def state_dict(self) -> dict[str, Any]:
         """Return the state with the model's own keys; under a mesh, only the state of this rank's stages.
 
-        Raises ExecutionError if the weights are split across replicas (``Distributed(zero=3)``).
+        With ``Distributed(tensor_parallel=)``, the weights are whole, and all ranks of a tensor group must call this
+        method. Raises ExecutionError if the weights are split across replicas (``Distributed(zero=3)``).
         """
         if count := sum(len(list(weights)) for weights in self._running.assembly.divided_weights):
             raise ExecutionError(
@@ -1035,7 +1042,17 @@ class Pipeline(SavingInterface):
                 f"number of sharded parameters on this rank: {count}; call full_state_dict() or save_weights() on "
                 f"every rank, or gather_model() first"
             )
-        return super().state_dict()
+        state = super().state_dict()
+        split = self._running.assembly.split
+        if split is None:
+            return state
+        connected = self._running.host.collectives.connected("state_dict")
+        with connected as collectives, collectives.stopping_all("state_dict"):
+            return whole_state(self.model, state, split)
+
+    def _own_blocks(self, state: dict[str, Any]) -> dict[str, Any]:
+        split = self._running.assembly.split
+        return state if split is None else own_state(self.model, state, split)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on every rank, including sharded tensors. Collective under a mesh."""
@@ -1047,11 +1064,28 @@ class Pipeline(SavingInterface):
     @contextmanager
     def _whole_weights(self, method: str) -> Iterator[None]:
         self._running.host.collectives.enter(method)
+        self._guard.use()
         self._gather_rows(method)
         try:
             yield
         finally:
             self._divide_weights()
+
+    @contextmanager
+    def _whole_layers(self, method: str) -> Iterator[None]:
+        assembly = self._running.assembly
+        if assembly.split is None or assembly.forms is None:
+            yield
+            return
+        own = {parameter: assembly.split_parameters.get(parameter, "") for parameter in assembly.held_parameters()}
+        with self._running.host.collectives.connected(method) as collectives, collectives.stopping_all(method):
+            for parameter, name in own.items():
+                parameter.data = assembly.split.whole(name, parameter.detach())
+        assembly.forms.make_whole(own)
+        try:
+            yield
+        finally:
+            assembly.forms.make_blocks()
 
     def _gather_rows(self, method: str) -> None:
         """Gather the full weights of this rank's stages if they are split across replicas.
@@ -1104,12 +1138,13 @@ class Pipeline(SavingInterface):
 
         """
         self._running.host.collectives.enter("gather_model")
+        self._guard.use()
         self._gather_rows("gather_model")
         gathers = False
         try:
             gathers = gather_model(
                 self._roots,
-                self.state_dict(),
+                super().state_dict(),
                 guard=self._guard,
                 host=self._running.host,
                 assembly=self._running.assembly,
@@ -1131,7 +1166,11 @@ class Pipeline(SavingInterface):
     def _is_divided(self) -> bool:
         """Return whether other processes train other parameters of the model."""
         grid = self._running.host.grid
-        return not grid.in_one_process and len(grid.devices) > 1
+        return not grid.in_one_process and (len(grid.devices) > 1 or bool(grid.planes))
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        assembly = self._running.assembly
+        check_elementwise(optimizer, assembly.held_parameters(), assembly.split_parameters)
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # a stage that ran with an older weight version has left that version in its modules
@@ -1181,6 +1220,15 @@ def _check_replicas(
     distributed.check_zero(num_replicas=num_replicas, has_optimizers=has_optimizers)
     numerics.check_reduction_order(num_replicas=num_replicas, zero=distributed.zero)
     check_axes(plan, len(grid.all_devices), num_replicas, distributed.zero)
+
+
+def _hold_blocks(running: RunningPlan) -> bool:
+    """Let split layers hold blocks again if ``gather_model`` has made them whole. Returns whether it has."""
+    forms = running.assembly.forms
+    if forms is None or not forms.is_whole:
+        return False
+    forms.make_blocks()
+    return True
 
 
 def _measured(trace: Trace | None) -> Trace:

@@ -238,7 +238,8 @@ class PlanSwitch:
         splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
         try:
             host.executor.start()
-            assembly = Assembly(self._spec, host, programs, stage_cut, running.assembly, arriving)
+            with host.alone():  # layers may be tried on the sample
+                assembly = Assembly(self._spec, host, programs, stage_cut, running.assembly, arriving)
         except BaseException:
             if host.grid.in_one_process:
                 host.close()

@@ -98,7 +98,7 @@ class Replanner:
             num_replicas: the number of replicas; None: that of the plan or, if the plan has none, as before.
 
         """
-        rows = self._running.host.grid.rows
+        rows = self._running.host.grid.first_rows
         if num_replicas is None:
             num_replicas = plan.replication.num_replicas if plan.replication else len(rows)
         if num_replicas != len(rows):

@@ -152,7 +152,7 @@ class PlanSearch:
         expected = cost_model.stage_costs(now.programs, now.cut)
         measured = measured_costs(steps, now.program.num_stages, expected)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
-        rows = running.host.grid.rows
+        rows = running.host.grid.first_rows
         changed = _differs(measured, expected, certain(noise)) or self._have_changed(probed, certain(noise))
         if every is not None and self._has_searched and not changed:
             return self._unchanged(self._step_s(now.programs, now.cut, update_s, rows), noise)
@@ -196,7 +196,7 @@ class PlanSearch:
         return FoundPlan(
             plan=None,
             kept="the times of the ranks have not changed since the last search",
-            rows=self._running.host.grid.rows,
+            rows=self._running.host.grid.first_rows,
             moves={},
             moved_bytes=0,
             before_s=step_s,
@@ -223,7 +223,7 @@ class PlanSearch:
 
     def _same_schedule(self, update_s: float) -> _Candidate:
         """Return the running plan with the best cut."""
-        rows = self._running.host.grid.rows
+        rows = self._running.host.grid.first_rows
         programs = checked_programs(self._running.assembly.programs.request, self._running.host.grid, self._spec)
         cut, _ = self._cost_model.partitioner(self._asked, programs).partition()
         cut = self._refined(programs, cut, update_s)
@@ -262,9 +262,9 @@ class PlanSearch:
         slow = self._cost_model.slow
         alike = self._limits is None or len({*self._limits}) == 1
         if grid.in_one_process or len(grid.rows) > 1 or not slow or self._cost_model.links is not None or not alike:
-            return [grid.rows]
-        ranks = tuple(sorted(grid.rows[0], key=lambda rank: slow.get(rank, 1.0)))
-        return [grid.rows] if ranks == grid.rows[0] else [grid.rows, (ranks,)]
+            return [grid.first_rows]
+        ranks = tuple(sorted(grid.first_rows[0], key=lambda rank: slow.get(rank, 1.0)))
+        return [grid.first_rows] if ranks == grid.first_rows[0] else [grid.first_rows, (ranks,)]
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """Return the fastest candidate. A candidate must be clearly faster than those before it to be preferred."""
@@ -280,7 +280,7 @@ class PlanSearch:
         Starts from ``cut`` or from the running cut, whichever has the shorter predicted step.
         """
         pins = self._asked
-        rows = self._running.host.grid.rows
+        rows = self._running.host.grid.first_rows
         left = _EFFORT
 
         def step_s(cut: StageLayers) -> float:

@@ -158,6 +158,7 @@ class RunningPlan:
             f"Pipeline({program.name}, {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
             f"{counted(programs.num_microbatches, 'micro-batch')}, "
             f"{f'{len(self.host.grid.rows)} replicas, ' * (len(self.host.grid.rows) > 1)}"
+            f"{f'{len(self.host.grid.every_plane)} planes, ' * (len(self.host.grid.every_plane) > 1)}"
             f"checkpoint={checkpoint_in_words(programs.checkpoint)!r})"
         )
         stages = [

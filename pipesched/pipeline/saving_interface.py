@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from pipesched.checks import as_path
 from pipesched.errors import CheckpointError
+from pipesched.parallel.weight_split import SplitWeights
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.pipeline.options import Numerics
@@ -23,6 +25,7 @@ from pipesched.saving.names import own_names
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.restoring import Restored
 from pipesched.saving.saver import Saver
+from pipesched.saving.split_states import whole_weights
 
 __all__ = ["SavingInterface"]
 
@@ -82,7 +85,7 @@ class SavingInterface(ModuleInterface):
         """
         with self._whole_weights("save"):
             self._saver.save(
-                self._live_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
+                self._whole_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
             )
 
     def load(
@@ -160,7 +163,7 @@ class SavingInterface(ModuleInterface):
 
         """
         with self._whole_weights("training_state"):
-            return self._saver.training_state(self._live_run(), (optimizer, scheduler, extra))
+            return self._saver.training_state(self._whole_run(), (optimizer, scheduler, extra))
 
     def load_training_state(
         self,
@@ -213,18 +216,18 @@ class SavingInterface(ModuleInterface):
 
         """
         with self._whole_weights("save_weights"):
-            run = self._live_run()
+            run = self._whole_run()
             weights = {**run.parameters, **run.buffers}
             own = {name: weights[name] for name in weights if name not in run.caches and run.replica == 0}
             if len(self._roots) > 1:
                 own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
-            export_weights(as_path(folder), own, self.model, run.host, run.process)
+            export_weights(as_path(folder), own, self.model, run.host, run.process, whole_weights(own, run))
 
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
         self._guard.check(changes=False)
         self._check_idle("load")
         with self._whole_weights("load"), self._changing_state():
-            restored = load(self._live_run())
+            restored = load(self._whole_run())
         self._guard.check(changes=True)
         self._running.step = restored.step
         self._running.seed = restored.seed
@@ -238,10 +241,21 @@ class SavingInterface(ModuleInterface):
         """A context for a call that changes weights or states."""
         return nullcontext()
 
+    def _whole_run(self) -> LiveRun:
+        """Return the state of this pipeline for a checkpoint, which holds whole tensors. Finishes steps first."""
+        run = self._live_run()
+        split = self._running.assembly.split
+        if split is None:
+            return run
+        named = self.model.named_parameters(remove_duplicate=False)
+        splits = {run.names[id(parameter)]: split[name] for name, parameter in named if name in split}
+        return replace(run, split=SplitWeights(split.group, splits))
+
     def _live_run(self) -> LiveRun:
-        """Return the parts of this pipeline's state that a checkpoint contains. Finishes the steps under way first."""
+        """Return the state of this process, with its blocks of divided weights. Finishes the steps under way first."""
         running = self._running
         running.host.executor.check_outside("save or load")
+        self._guard.use()
         roots = self._modules()
         own_name = own_names(roots)
         tensors = dict(named_tensors(roots))
@@ -332,6 +346,8 @@ class SavingInterface(ModuleInterface):
             settings["reduction_order"] = "tree"
         if assembly.zero >= 2 and self._numerics.clip_grad_norm is not None:
             settings["num_shards"] = num_replicas  # clipping computes the gradient norm from this many norms
+        if assembly.split is not None:
+            settings["num_planes"] = assembly.split.group.size
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
 
 

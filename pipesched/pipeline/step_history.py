@@ -72,7 +72,7 @@ class StepHistory:
         processes: the process or its layers have become slow. It measures the layers to find out.
 
         The first step of the plan, which includes warm-up, is left out if there are enough others. With several
-        replicas, the actions of each rank are those of the replica in which this rank took the longest.
+        replicas or planes, the actions of each rank are those of the process in which this rank took the longest.
         """
         runs = list(self._running.runs)
         runs = runs[1:] if len(runs) > FEWEST else runs
@@ -93,13 +93,17 @@ class StepHistory:
         host = self._running.host
         own = self._cost_model.slowness_here() if host.grid.rank in unclear else None
         slowness = host.collectives.gathered_in_all(own)
-        return {rank: slowness[rank] for rank in unclear}
+        found: dict[Hashable, float] = {}
+        for rank in unclear:  # the ranks of a tensor group wait for the slowest of them
+            place = host.grid.in_first_plane(rank)
+            found[place] = max(slowness[rank], found.get(place, 0.0))
+        return found
 
     def _joined(self, every: Sequence[Sequence[Sequence[Span]]]) -> list[Trace]:
         """Return one trace for each step, made from the spans of each process in its last steps."""
         grid = self._running.host.grid
         slowest = [
-            max((row[position] for row in grid.rows), key=lambda rank: sum(map(_busy_s, every[rank])))
+            max(grid.ranks_at(position), key=lambda rank: sum(map(_busy_s, every[rank])))
             for position in range(len(grid.pipeline))
         ]
         count = min(len(own) for own in every)
@@ -201,10 +205,15 @@ class StepHistory:
 
     def _notes_of_prediction(self) -> Iterator[str]:
         """Yield notes for the plan: the replicas that run it, and the times that the prediction uses."""
-        replicas = self._running.host.grid.rows
-        if len(replicas) > 1:
-            ranks = len(replicas) * len(replicas[0])
-            yield f"{len(replicas)} replicas run this plan, on {ranks} ranks in all; this report is about one replica"
+        grid = self._running.host.grid
+        if len(grid.rows) > 1:
+            ranks = f"{grid.num_processes} ranks in all"
+            yield f"{len(grid.rows)} replicas run this plan, on {ranks}; this report is about one replica"
+        if len(grid.every_plane) > 1:
+            yield (
+                f"{len(grid.every_plane)} ranks may split each layer of a rank of this plan, so it has "
+                f"{grid.num_processes} ranks in all; this report is about one of them"
+            )
         if self._running.runs and not self._running.assembly.programs.streams:
             num_earlier = len(self._earlier)
             first = num_earlier == 1 and len(self._running.runs) == 2

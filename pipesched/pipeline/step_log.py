@@ -139,7 +139,7 @@ class StepLog:
         last = self._last
         self._last = now
         grid = self._pipe._running.host.grid
-        if trace is None or not grid.holds(0) or grid.replica:
+        if trace is None or not grid.holds(0) or grid.replica or grid.plane:
             return None
         predicted = self._pipe.predicted
         as_predicted = sum(map(len, predicted.by_rank)) == sum(map(len, trace.by_rank))

@@ -85,13 +85,13 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
     host = host_of_mesh(mesh, 1, timeout, axes=axes)
     host.collectives.learn_types(Links, Link, Collectives)
     try:
-        if host.sums is None:
+        if host.sums is None and not host.grid.planes:
             return measure_links(host)
         group, *_ = grid_of(mesh, axes, timeout)
         in_a_row = RankGrid.single(group, device=host.grid.devices[0], timeout_s=timeout)
         with closing(host_of_group(group, in_a_row, SumRanks([], []))) as every:
             links = measure_links(every)
-        collectives = measure_collectives(host, host.sums)
+        collectives = () if host.sums is None else measure_collectives(host, host.sums)
         return host.collectives.agreed(lambda: replace(links, collectives=collectives))
     finally:
         host.close()
@@ -132,7 +132,7 @@ def measure_collectives(host: RankHost, sums: ReplicaSums) -> tuple[Collectives,
     }
     own = {kind: _timed(start, sums, device) for kind, start in starts.items()}
     every = host.collectives.gathered_in_all(own)
-    rings = [[row[rank] for row in host.grid.rows] for rank in range(len(host.grid.rows[0]))]
+    rings = [list(ring) for rows in host.grid.every_plane for ring in zip(*rows, strict=True)]
     return tuple(
         Collectives(tuple(ring), **{kind: _slowest([every[rank][kind] for rank in ring]) for kind in starts})
         for ring in rings

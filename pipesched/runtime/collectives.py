@@ -110,7 +110,13 @@ class RankCollectives(Protocol):
         """
 
     def gathered_in_all(self, value: Any) -> list[Any]:
-        """All-gather a pytree of tensors and plain values over the processes of all replicas, in rank order."""
+        """All-gather a pytree of tensors and plain values over the processes of all planes, in rank order."""
+
+    def gathered_in_plane(self, value: Any) -> dict[int, Any]:
+        """All-gather values over all processes; return those of this plane, keyed by process, in ascending order."""
+
+    def gather_over_planes(self, value: Any) -> list[Any]:
+        """All-gather values over the processes of this process's tensor group; return them by tensor rank."""
 
     def gather_over_replicas(self, value: Any) -> list[Any]:
         """All-gather values over the processes that hold the same stages; return them in replica order.
@@ -148,7 +154,7 @@ class RankCollectives(Protocol):
         """
 
     def shared(self, value: T) -> Callable[[], list[list[T]]]:
-        """Send this process's value to all others; return a function that waits for the values of all processes.
+        """Send this process's value to all others of its plane; return a function that waits for all their values.
 
         The function returns one list per replica, with one value per rank.
         """
@@ -215,6 +221,12 @@ class LocalCollectives:
         return [value]
 
     def gathered_in_all(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gathered_in_plane(self, value: Any) -> dict[int, Any]:
+        return {0: value}
+
+    def gather_over_planes(self, value: Any) -> list[Any]:
         return [value]
 
     def gather_over_replicas(self, value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from pipesched.runtime.coordination.forked_process import Forked, end_in_childre
 from pipesched.runtime.coordination.interpreter_exit import EXIT
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, Stopped, doing_at, said
 from pipesched.runtime.rank_grid import RankGrid
-from pipesched.runtime.transport.channels import Channels
+from pipesched.runtime.transport.channels import Channels, check_run
 from pipesched.runtime.transport.connections import HostTransport, MessageTransport, met, transport_for
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.host_copies import Courier
@@ -193,12 +193,29 @@ class ConnectedRank:
         return Exchange(self.wire(), self.rank, self.grid.pipeline, self.device)
 
     def in_all(self) -> Exchange:
-        """Return what exchanges values between the ranks of all replicas, in the order of the group."""
+        """Return what exchanges values between all ranks, in the order of the group."""
         return Exchange(self.wire(), self.rank, range(self.num_ranks), self.device)
 
     def with_peers(self) -> Exchange:
         """Return what exchanges values between the ranks at this position in all replicas, in replica order."""
         return Exchange(self.wire(), self.rank, self.grid.peers, self.device)
+
+    def with_tensor_peers(self) -> Exchange:
+        """Return what exchanges values between the ranks at this rank's place in all planes, by tensor rank."""
+        return Exchange(self.wire(), self.rank, self.grid.tensor_peers, self.device)
+
+    def compare_planes(self, identity: bytes, batch: str) -> None:
+        """Raise ExecutionError unless the ranks at this rank's place in all planes begin the same run.
+
+        Args:
+            identity: the digests of the run, one for each of the names in ``_IDENTITY``.
+            batch: describes the batch, for the error message.
+
+        """
+        if self.grid.planes:
+            every = self.with_tensor_peers().all_values((identity, batch))
+            for peer, theirs in zip(self.grid.tensor_peers, every, strict=True):
+                check_run(_IDENTITY, peer, theirs, (identity, batch))
 
     def compare(self, name: str, own: bytes) -> None:
         """Raise ExecutionError in every rank if the digest ``own`` differs. The error contains ``name``."""

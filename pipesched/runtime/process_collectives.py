@@ -203,6 +203,16 @@ class ProcessCollectives:
         with self._connected.alone("an exchange"):
             return self._connected.in_all().all_values(value)
 
+    def gathered_in_plane(self, value: Any) -> dict[int, Any]:
+        values = self.gathered_in_all((self._grid.plane, value))
+        return {rank: own for rank, (plane, own) in enumerate(values) if plane == self._grid.plane}
+
+    def gather_over_planes(self, value: Any) -> list[Any]:
+        if not self._grid.planes:
+            return [value]
+        with self._connected.alone("an exchange between planes"):
+            return self._connected.with_tensor_peers().all_values(value)
+
     def gather_over_replicas(self, value: Any) -> list[Any]:
         self._crossings += 1
         if len(self._grid.rows) == 1:
@@ -229,7 +239,7 @@ class ProcessCollectives:
 
     def shared(self, value: T) -> Callable[[], list[list[T]]]:
         rows = self._grid.rows
-        take = self._share_in_all([rank for row in rows for rank in row], Payload.of(value))
+        take = self._share_in_all(self._grid.in_plane, Payload.of(value))
 
         def values() -> list[list[T]]:
             every = iter(take())
@@ -314,7 +324,7 @@ class ProcessCollectives:
             return lambda: value
 
     def _share_in_all(self, sources: Sequence[int], value: Any) -> Callable[[], list[Any]]:
-        """Broadcast the messages of some ranks to all ranks of all replicas, without waiting.
+        """Broadcast the messages of some ranks to all ranks of all replicas of this plane, without waiting.
 
         Returns a function that waits for all messages and returns them in the order of ``sources``, a list of group
         ranks. If this rank is not in ``sources``, ``value`` is ignored. As with ``_share``, the messages of at most one
@@ -325,7 +335,7 @@ class ProcessCollectives:
             wire = self._connected.wire()
             self._connected.finish_broadcast()
             if own in sources:
-                others = [rank for rank in range(self._connected.num_ranks) if rank != own]
+                others = [rank for rank in self._grid.in_plane if rank != own]
                 self._connected.broadcast(value, lambda given: wire.tell_all(others, SHARE, given))
             takes = {rank: wire.ask(rank, SHARE) for rank in sources if rank != own}
             return self._connected.receive_later(

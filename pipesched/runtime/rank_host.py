@@ -1,14 +1,20 @@
 """Rank host: the ranks of a pipeline, as threads of this process or as one process per rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
+from weakref import finalize, ref
 
 import torch
+from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.devices.selection import as_devices
 from pipesched.errors import InputError
+from pipesched.parallel.tensor_group import TensorGroup
+from pipesched.parallel.traffic_counter import Traffic
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
 from pipesched.runtime.connected_rank import ConnectedRank
 from pipesched.runtime.executors.channel_plan import look
@@ -18,13 +24,23 @@ from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timelin
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.process_collectives import ProcessCollectives
-from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, grid_of
+from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, grid_of, own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.runtime.transport.encoding import Encoding
+from pipesched.simulation.links import Link
 from pipesched.torch_checks import as_timeout
 
-__all__ = ["HostMaker", "RankHost", "host_for", "host_of_group", "host_of_mesh", "host_of_threads"]
+__all__ = [
+    "HostMaker",
+    "RankHost",
+    "alone",
+    "host_for",
+    "host_of_group",
+    "host_of_mesh",
+    "host_of_threads",
+    "tensor_group",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +54,14 @@ class RankHost:
     sums: ReplicaSums | None = None
     #: Makes the host of other replicas of the same processes; None if all ranks are in one process.
     maker: "HostMaker | None" = None
+    #: The processes that may split the weights of this process's layers; None if there is one plane.
+    tensor: TensorGroup | None = None
+    #: The slowest link between ranks of a tensor group; None if it was not measured.
+    tensor_link: Link | None = None
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A context in which split layers run in this process alone, without collectives of its tensor group."""
+        return alone(self.tensor)
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """Return a host for the same ranks. Only the first ``num_ranks`` ranks of this host hold stages.
@@ -48,18 +72,21 @@ class RankHost:
         return replace(self, grid=grid, executor=self.executor.with_devices(grid.devices))
 
     def arranged(self, rows: Rows) -> "RankHost":
-        """Return a host of the same processes in other rows. Collective; this host then ends.
+        """Return a host of the same processes in other rows, given those of the first plane. Collective.
+
+        This host then ends.
 
         Raises DeviceCountError if the ranks cannot be arranged anew.
         """
-        if rows == self.grid.rows:
+        if rows == self.grid.first_rows:
             return self
         grid = self.grid.arranged(rows)
         assert self.maker is not None
         if self.sums is not None:
             self.sums.close()
         self.maker.connected.regroup(grid)
-        return self.maker.host(grid, SumRanks.of(grid))
+        sums = SumRanks.of(grid)._replace(tensor=[])  # the layers keep their tensor group
+        return replace(self.maker.host(grid, sums), tensor=self.tensor, tensor_link=self.tensor_link)
 
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, and return the timeline of the ranks in this process."""
@@ -71,6 +98,14 @@ class RankHost:
         self.executor.close()
         if self.sums is not None:
             self.sums.close()
+
+
+def alone(tensor: TensorGroup | None, took_s: Callable[[Traffic], float] | None = None) -> AbstractContextManager[None]:
+    """A context in which the layers that a tensor group splits, if there is one, run in this process alone.
+
+    ``took_s`` is as in `TensorGroup.alone`.
+    """
+    return nullcontext() if tensor is None else tensor.alone(took_s)
 
 
 def _looks(batch: Batch) -> Sequence[Any]:
@@ -106,8 +141,8 @@ def host_of_mesh(
         intra_op_threads: the number of CPU threads per rank.
         timeout_s: how long a rank waits for another rank, in seconds.
         inputs: the ranks that pass a batch, either "all" or "first" (only rank 0).
-        axes: maps "pipeline", "replicate" and "shard" to names of mesh dimensions. Default: the dimensions are
-            recognised by their names.
+        axes: maps "pipeline", "replicate", "shard" and "tensor" to names of mesh dimensions. Default: the dimensions
+            are recognised by their names.
         reduction_order: the order in which gradients and losses of replicas are added.
         encoding: the types that earlier connections of these ranks know. Default: None (there were none).
 
@@ -153,13 +188,51 @@ class HostMaker:
             executor=ProcessExecutor(connected, self.intra_op_threads),
             maker=self,
         )
+        if len(grid.rows) == 1 and not grid.planes:
+            return host
+        ranks = [[[grid.global_ranks[rank] for rank in row] for row in rows] for rows in grid.every_plane]
+        facts = {"the ranks of the replicas": str(ranks if grid.planes else ranks[0])}
+        host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
+        if sums.tensor:
+            host = replace(host, tensor=tensor_group(sums.tensor, connected))
         if len(grid.rows) == 1:
             return host
-        facts = {"the ranks of the replicas": str([[grid.global_ranks[rank] for rank in row] for row in grid.rows])}
-        host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
         whole = ReplicaGroup(sums.whole, connected.timeout_s, order)
         shards = whole if grid.num_shards == 1 else ReplicaGroup(sums.shards, connected.timeout_s, order)
         return replace(host, sums=ReplicaSums(whole, shards, CollectiveLane(connected.device), connected.check_peers))
+
+
+def tensor_group(groups: Sequence[Sequence[int]], connected: ConnectedRank) -> TensorGroup:
+    """Make the tensor group of this process. Collective over the processes of all groups.
+
+    A collective of the group ends if any rank of the pipeline has failed. It fails if a rank of the group does not call
+    it within the timeout of the pipeline.
+
+    Args:
+        groups: the global ranks of every tensor group of the mesh, by tensor rank.
+        connected: this process's rank. The group does not keep it, because a model whose layers are split may outlive
+            its pipeline.
+
+    """
+    here = distributed.get_rank()
+    ranks = next(ranks for ranks in groups if here in ranks)
+    group = own_group(groups, connected.timeout_s, new=True)
+    check = partial(_check_peers, ref(connected))
+    made = TensorGroup(group, rank=list(ranks).index(here), size=len(ranks), check=check)
+    finalize(made, _release, group).atexit = False
+    return made
+
+
+def _check_peers(connected: "ref[ConnectedRank]") -> None:
+    """Raise Stopped if another rank of a pipeline that still exists has failed."""
+    own = connected()
+    if own is not None:
+        own.check_peers()
+
+
+def _release(group: Any) -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group(group)
 
 
 def host_for(

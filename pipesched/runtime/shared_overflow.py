@@ -33,7 +33,8 @@ def share_overflow(parameters: Sequence[nn.Parameter], collectives: RankCollecti
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.grad.numel()]
     with intra_op(intra_op_threads):
         finite = bool(total_norm([norm_of(grad, math.inf) for grad in grads], math.inf).isfinite())
-    known = collectives.gathered((len(grads), finite))
+    planes = collectives.gather_over_planes(collectives.gathered((len(grads), finite)))
+    known = [one for plane in planes for one in plane]
     idle = [rank for rank, (count, _) in enumerate(known) if not count]
     if idle:
         raise InputError(

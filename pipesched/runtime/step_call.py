@@ -126,18 +126,18 @@ SENT_TYPES = _Opening, _Unsent, BatchPaths
 
 
 def scatter_call(
-    call: StepCall, program: Program, bodies: Sequence[Body], grid: Sequence[Sequence[int]]
+    call: StepCall, program: Program, bodies: Sequence[Body], planes: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
 
-    Each replica gets an equal part of the micro-batches. An input is sent to the ranks whose stages use it. Targets are
-    sent to the ranks of the stages whose outputs no other stage consumes.
+    Each replica gets an equal part of the micro-batches, and all planes get the same. An input is sent to the ranks
+    whose stages use it. Targets are sent to the ranks of the stages whose outputs no other stage consumes.
 
     Args:
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
         bodies: the layers of each part of the model. Stage s runs ``bodies[program.weights[s]]``.
-        grid: for each replica, its ranks in pipeline order, including ranks that the program does not use.
+        planes: for each plane and replica, the ranks in pipeline order, including ranks that the program does not use.
 
     Returns:
         Rank 0's own call, and the message for each rank.
@@ -148,22 +148,25 @@ def scatter_call(
     """
     messages: dict[int, Any] = {}
     own: list[StepCall] = []
-    for replica, ranks in enumerate(grid):
-        batch = call.batch.of_replica(replica, len(grid))
-        weighting = None if call.weighting is None else call.weighting.of_replica(replica, len(grid))
+    size = len(planes[0])
+    for replica, rows in enumerate(zip(*planes, strict=True)):
+        batch = call.batch.of_replica(replica, size)
+        weighting = None if call.weighting is None else call.weighting.of_replica(replica, size)
         part = replace(call, batch=replace(batch, looks=[look(value) for value in batch.inputs]), weighting=weighting)
         own.append(part)
-        of_ranks = _scatter_in_replica(part, program, bodies, len(ranks), is_first=not replica)
-        messages.update(zip(ranks, of_ranks, strict=True))
+        alone = len(planes) == 1 and not replica
+        of_ranks = _scatter_in_replica(part, program, bodies, len(rows[0]), holds_first=alone)
+        for ranks in rows:
+            messages.update(zip(ranks, of_ranks, strict=True))
     return own[0], [messages[rank] for rank in sorted(messages)]
 
 
 def _scatter_in_replica(
-    call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int, *, is_first: bool
+    call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int, *, holds_first: bool
 ) -> list[Any]:
     """Split a replica's call into one message for each rank.
 
-    ``is_first`` states whether rank 0 is in this replica.
+    ``holds_first`` states whether the first rank of this replica is always rank 0, so that nothing is sent to it.
     """
     batch = call.batch
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
@@ -177,12 +180,13 @@ def _scatter_in_replica(
         [_needed(value, own, path) for value, path in zip(batch.inputs, paths, strict=True)] if own else None
         for own in takers
     ]
-    local = {0} if is_first else set()
+    local = {0} if holds_first else set()
     others = [rank for rank, own in enumerate(inputs) if rank not in local and any(map(trainable_leaves, own or ()))]
     if others:
         raise InputError(
-            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; rank {others[0]} also "
-            f"uses such an input; detach the input, or pass the batch on every rank with inputs='all'"
+            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; rank {others[0]}"
+            f"{' of another replica or plane' * (not others[0])} also uses such an input; detach the input, or pass "
+            f"the batch on every rank with inputs='all'"
         )
     weighting = call.weighting or Weighting([], [])
     opening = _Opening(

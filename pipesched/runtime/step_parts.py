@@ -137,9 +137,11 @@ class GradientVerdicts:
         share_overflow(self.parameters, self._collectives, self._intra_op_threads)
 
     def gathered(self, value: Any) -> list[Any]:
-        """All-gather a value over the processes of all replicas, in rank order."""
-        replicas = self._collectives.gather_over_replicas(self._collectives.gathered(value))
-        return [one for replica in replicas for one in replica]
+        """All-gather a value over the processes of all replicas of all planes, in the order of planes and ranks."""
+        planes = self._collectives.gather_over_planes(
+            self._collectives.gather_over_replicas(self._collectives.gathered(value))
+        )
+        return [one for replicas in planes for replica in replicas for one in replica]
 
 
 class LateUpdates(RunPart):

@@ -8,14 +8,15 @@ from torch import Tensor
 from pipesched.checks import shown
 from pipesched.errors import CheckpointError
 from pipesched.progress import advance
-from pipesched.saving.collective_work import in_all
+from pipesched.saving.collective_work import agreed, in_all
 from pipesched.saving.common_values import encode
 from pipesched.saving.extra_states import as_extra, capture_extra, encoded_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers, capture_optimizers
-from pipesched.saving.replica_states import check_equal_states
+from pipesched.saving.replica_states import check_equal_planes, check_equal_states
 from pipesched.saving.saved_run import CheckpointPart
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
+from pipesched.saving.split_states import whole_part
 from pipesched.saving.tensor_files import plain
 
 __all__ = ["capture", "captured", "captured_here"]
@@ -26,17 +27,23 @@ def capture(
 ) -> CheckpointPart:
     """Return the part of a run that this process saves. Collective.
 
-    Replica 0 saves the state that all replicas hold; each replica saves the state that only it holds.
+    Replica 0 saves the state that all replicas hold; each replica saves the state that only it holds. The processes of
+    the first plane write whole tensors, which they make together with those of the other planes.
 
     The tensors in the part share memory with the run's tensors.
 
     Raises:
-        CheckpointError: a value cannot be saved, or differs between replicas; the error names the value.
+        CheckpointError: a value cannot be saved, or differs between replicas or planes; the error names the value.
         InputError: an argument is invalid.
 
     """
     part, divided = captured(run, optimizer, scheduler, extra)
-    return divided if run.replica else part.joined(divided)
+    own = divided if run.replica else part.joined(divided)
+    if run.split is None:
+        return own
+    whole = agreed(run.host, lambda: whole_part(own, run))
+    check_equal_planes(whole, run.host)
+    return whole
 
 
 def captured(

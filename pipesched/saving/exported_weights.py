@@ -1,5 +1,6 @@
 """Exported weights: writes a model's weights in the format of Hugging Face's save_pretrained, one file per process."""
 
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pipesched.saving.collective_work import agreed, in_all
 from pipesched.saving.folders import sync_folder
 from pipesched.saving.manifest import dumped
 from pipesched.saving.tensor_files import plain, write_tensors
+from pipesched.saving.whole_tensors import WholeTensors
 from pipesched.saving.writing import explained
 from pipesched.whole_files import write_whole
 
@@ -24,7 +26,9 @@ _ONLY = "model.safetensors"  #: the name of a file that holds all weights
 _METADATA = {"format": "pt"}  # required by transformers
 
 
-def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int) -> None:
+def export_weights(
+    folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int, wholes: WholeTensors
+) -> None:
     """Write a model's weights to a folder: one file for each process that has weights. Collective.
 
     An index is added if there are several files.
@@ -32,10 +36,11 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
     Args:
         folder: the folder. Weights that are already in the folder are replaced.
         weights: the parameters and buffers that this process writes, keyed by their names in the model's
-            ``state_dict``.
+            ``state_dict``. The processes of all planes pass the same names.
         model: the model. Its configuration is also saved if the configuration has a ``save_pretrained`` method.
         host: the RankHost that runs the ranks of this process.
         process: the index of this process.
+        wholes: makes the whole tensors of those weights that are blocks.
 
     Raises:
         CheckpointError: writing failed. All processes raise this error.
@@ -46,7 +51,8 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: plain(tensor, repr(name)) for name, tensor in weights.items()}
-        return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
+        sizes = [math.prod(wholes.shape(name, own)) * own.element_size() for name, own in tensors.items()]
+        return (list(tensors), sum(sizes)) if not host.grid.plane else ([], 0)
 
     shares = host.collectives.gathered_in_all(agreed(host, begin))
     givers = [rank for rank, (names, _) in enumerate(shares) if names]
@@ -55,9 +61,12 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
         files = dict.fromkeys(files, _ONLY)
 
     def write() -> None:
-        if process in files:
-            with explained(folder):
-                write_tensors(folder / f"{files[process]}.tmp", weights, _METADATA)
+        try:
+            if process in files:
+                with explained(folder):
+                    write_tensors(folder / f"{files[process]}.tmp", weights, _METADATA, wholes)
+        finally:
+            wholes.finish()
 
     def finish() -> None:
         if process == 0:

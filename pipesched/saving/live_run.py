@@ -2,12 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from pipesched.parallel.weight_split import SplitWeights
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.saving.chunks import Rows
@@ -48,7 +50,7 @@ class LiveRun:
     buffers: Mapping[str, Tensor]
     #: The buffers that another process owns and that stages of this process also use.
     shared_buffers: Mapping[str, Tensor]
-    #: The shapes of all parameters and buffers of the model.
+    #: The shapes of all parameters and buffers of the model; of a divided weight, the shape of the block.
     shapes: Mapping[str, tuple[int, ...]]
     #: The names of all parameters of the model.
     parameter_names: Collection[str]
@@ -69,22 +71,33 @@ class LiveRun:
     divided_weights: Mapping[str, DividedWeight] = field(default_factory=dict)
     #: The gradient scaler. Every process has its own scaler, and all scalers have the same state.
     scaler: GradScaler | None
+    #: The weights of which this process holds only blocks. None if there are none, or if states move within a plane.
+    split: SplitWeights | None = None
 
     @property
     def process(self) -> int:
-        """The rank of this process among the ranks of all replicas, or 0 if there is no mesh."""
+        """The rank of this process among the ranks of all planes and replicas, or 0 if there is no mesh."""
         return self.host.grid.rank
 
     @property
     def num_processes(self) -> int:
-        """The total number of processes in all replicas."""
+        """The total number of processes in all planes and replicas."""
         return self.host.grid.num_processes
 
     @property
     def writers(self) -> tuple[int, ...]:
-        """The processes that write a checkpoint: those of replica 0, or all if replicas hold different states."""
+        """The processes that write a checkpoint, all of the first plane.
+
+        They are those of replica 0, or of all replicas if these hold different states.
+        """
         grid = self.host.grid
-        return tuple(range(grid.num_processes)) if self.zero or grid.in_one_process else grid.rows[0]
+        return self.numbered if self.zero or grid.in_one_process else grid.first_rows[0]
+
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """The processes of the first plane, in ascending order."""
+        grid = self.host.grid
+        return (0,) if grid.in_one_process else tuple(sorted(chain(*grid.first_rows)))
 
     @property
     def replica(self) -> int:
@@ -95,6 +108,11 @@ class LiveRun:
     def rank(self) -> int:
         """The rank of this process within its replica, or 0 if there is no mesh."""
         return self.host.grid.position
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter or buffer of the model, whole also if this process holds only a block."""
+        shape = self.shapes[name]
+        return shape if self.split is None else self.split.whole_shape(name, shape)
 
     def division_of(self, optimizer: Optimizer) -> ShardedUpdate | None:
         """Return the `ShardedUpdate` that runs an optimizer, or None if the optimizer updates whole parameters."""

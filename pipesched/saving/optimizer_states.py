@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pipesched.checks import check_type, shown
 from pipesched.errors import CheckpointError, InputError
+from pipesched.runtime.stage.elementwise import check_elementwise
 from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
 from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
@@ -114,6 +115,14 @@ def _check_states(optimizer: Optimizer) -> None:
         )
 
 
+def _check_blocks(optimizer: Optimizer, run: LiveRun) -> None:
+    """Raise ModelTypeError if an optimizer cannot update the blocks of weights that this process holds."""
+    if run.split is not None:
+        split = {parameter: name for name, parameter in run.parameters.items() if name in run.split}
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        check_elementwise(optimizer, held, split)
+
+
 def capture_optimizers(
     common: CheckpointPart, own: CheckpointPart, optimizers: Sequence[Optimizer], run: LiveRun
 ) -> None:
@@ -131,6 +140,7 @@ def capture_optimizers(
     alone: dict[str, Any] = {}  # the parameters that only this replica updates
     for index, optimizer in enumerate(optimizers):
         _check_states(optimizer)
+        _check_blocks(optimizer, run)
         first = len(groups)
         kind = type(optimizer).__qualname__
         for at, group in enumerate(optimizer.param_groups):
@@ -219,6 +229,7 @@ class OptimizerChanges:
         taken: set[str] = set()
         for index, optimizer in enumerate(optimizers):
             _check_states(optimizer)
+            _check_blocks(optimizer, run)
             members = list(_members(optimizer, run))
             for at, group in enumerate(optimizer.param_groups):
                 held = [member for member in members if member.group == at]
@@ -247,11 +258,11 @@ class OptimizerChanges:
         entry = self._saved.entries.get(key)
         if member.rows is None or entry is None or not entry.shape:
             return None
-        if entry.shape != run.shapes[member.name]:
+        if entry.shape != run.whole_shape(member.name):
             raise CheckpointError(
                 f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; "
                 f"{key!r} has shape {list(entry.shape)} in {self._saved.where}, but the parameter has shape "
-                f"{list(run.shapes[member.name])}; leave zero= out"
+                f"{list(run.whole_shape(member.name))}; leave zero= out"
             )
         return member.rows
 

@@ -1,4 +1,7 @@
-"""Replica states: checks that all replicas hold the same state. A checkpoint holds the state of one replica."""
+"""Replica states: checks that all replicas hold the same state. A checkpoint holds the state of one replica.
+
+The planes, too, hold the same state, except that each has its own blocks of divided weights.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from pipesched.saving.manifest import dumped
 from pipesched.saving.saved_run import CheckpointPart
 from pipesched.saving.tensor_files import bytes_of
 
-__all__ = ["check_equal_states", "fingerprint"]
+__all__ = ["check_equal_planes", "check_equal_states", "fingerprint"]
 
 _COLUMNS = 4096
 _WORD = 8  # bytes per 64-bit word
@@ -45,8 +48,32 @@ def check_equal_states(part: CheckpointPart, host: RankHost) -> None:
     agreed(host, compare)
 
 
+def check_equal_planes(part: CheckpointPart, host: RankHost) -> None:
+    """Check that the ranks of each tensor group have identical checkpoint parts, apart from their blocks. Collective.
+
+    Raises:
+        CheckpointError: a tensor or another value differs. All processes raise this error.
+
+    """
+    peers = host.grid.tensor_peers
+    states = host.collectives.gather_over_planes(agreed(host, lambda: dict(_fingerprints(part))))
+
+    def compare() -> None:
+        for plane, (rank, own) in enumerate(zip(peers, states, strict=True)):
+            first = states[0]
+            name = next((name for name in {**first, **own} if first.get(name) != own.get(name)), None)
+            if name is not None:
+                raise CheckpointError(
+                    f"the ranks of a tensor group must have the same state apart from the weights that they divide, "
+                    f"because a checkpoint holds it once; {name} differs between rank {peers[0]} and rank {rank} "
+                    f"(tensor rank {plane}); make it equal on all ranks"
+                )
+
+    agreed(host, compare)
+
+
 def _fingerprints(part: CheckpointPart) -> Iterator[tuple[str, str]]:
-    """Yield the name and the fingerprint of each value and each tensor of a part.
+    """Yield the name and the fingerprint of each value and each tensor of a part that is not a block.
 
     Values, such as the entries of the optimizer state, come before the tensors that belong to them.
     """
@@ -55,6 +82,8 @@ def _fingerprints(part: CheckpointPart) -> Iterator[tuple[str, str]]:
         for name, own in items:
             yield f"{_NAMES.get(word, word)} {name!r}", hashlib.sha256(dumped(own)).hexdigest()
     for key, tensor in part.tensors.items():
+        if key in part.wholes:
+            continue
         yield f"{part.entries[key].kind} {key.partition('/')[2]!r}", fingerprint(tensor)
 
 

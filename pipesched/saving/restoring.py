@@ -1,6 +1,6 @@
 """Restoring: loads a saved run into a running pipeline, after checking that the whole saved run fits."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipesched.saving.optimizer_states import GivenOptimizers, OptimizerChanges,
 from pipesched.saving.rollback import Rollback, noted
 from pipesched.saving.saved_run import Read, SavedRun
 from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
+from pipesched.saving.split_states import OwnBlocks
 from pipesched.saving.state_encoding import decoded, tensor_keys
 from pipesched.saving.tensor_files import dtype_name
 from pipesched.tensors.exchange import copy_into
@@ -33,7 +34,8 @@ _REMEDIES = {
 }
 
 
-_ROUNDING = ("num_replicas", "num_shards", "reduction_order")  # settings that only change how sums are rounded
+#: The settings that only change how sums are rounded.
+_ROUNDING = ("num_replicas", "num_shards", "num_planes", "reduction_order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,9 @@ class Restoring:
                 f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {shown(unknown)}; "
                 f"save the checkpoint again"
             )
+        #: The parts of these tensors that this process holds.
+        self._blocks = OwnBlocks(saved, run, self.needed)
+        self.needed = {key: self._blocks.needed(key, rows) for key, rows in self.needed.items()}
 
     def _check_scaler(self) -> None:
         """Raise CheckpointError if the saved state of the scaler has an entry of another type."""
@@ -121,7 +126,7 @@ class Restoring:
 
     def _check_settings(self) -> None:
         saved = self._saved.facts.settings
-        for name in ("num_microbatches", "num_replicas", "num_shards"):
+        for name in ("num_microbatches", "num_replicas", "num_shards", "num_planes"):
             if not is_count(saved.get(name, 1)):
                 raise CheckpointError(
                     f"the settings of a saved run must be those that pipesched saved; in {self._saved.where}, {name} "
@@ -177,7 +182,7 @@ class Restoring:
         here = {name: tensor for name, tensor in own.items() if run.is_here(name)}
         for name, tensor in here.items():
             entry = self._saved.entries[stored[name]]
-            shape = run.shapes[name]
+            shape = run.whole_shape(name)
             if entry.dtype != dtype_name(tensor.dtype) or (entry.shape != shape and name not in run.caches):
                 raise CheckpointError(
                     f"a checkpoint must have the model's shapes and dtypes; {kind} {name!r} is {entry.dtype} of shape "
@@ -221,6 +226,7 @@ class Restoring:
         """Warn about saved states for which no argument was passed, and about changed settings that affect rounding."""
         saved, own = self._replicas
         shards = self._both("num_shards")
+        planes = self._both("num_planes")
         orders = [one.facts.settings.get("reduction_order", "sequential") for one in (self._saved, self._run)]
         if orders[0] != orders[1]:
             warn(
@@ -245,6 +251,14 @@ class Restoring:
                 f"identical bits pass {'Distributed(zero=2)' if shards[0] > 1 else 'zero=0 or zero=1'}, or else ignore "
                 f"this warning"
             )
+        if planes[0] != planes[1]:
+            warn(
+                f"the number of ranks that split the layers affects rounding, because each adds up its own part of a "
+                f"sum; {self._saved.where} was saved with {counted(planes[0], 'tensor rank')}, and this pipeline has "
+                f"{planes[1]}; the run continues with the same micro-batches and random numbers, but differs in "
+                f"rounding; for identical bits use a mesh with {counted(planes[0], 'tensor rank')}, or else ignore "
+                f"this warning"
+            )
         if self.left:
             warn(
                 f"resuming a run requires all saved states; {self._saved.where} also holds {', '.join(self.left)}; "
@@ -256,9 +270,9 @@ class Restoring:
         """The weights and buffers that ``apply`` changes."""
         return list(self._tensors.values())
 
-    def extra_states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    def extra_states(self, read: Read) -> dict[str, Any]:
         """Return the saved states of the objects in ``extra``, and the other saved extra values, keyed by name."""
-        return self._extra.states(read)
+        return self._extra.states(self._blocks.reading(read))
 
     def load_objects(self, states: Mapping[str, Any], rollback: Rollback) -> None:
         """Load the states into the objects in ``extra``. This calls the user's code, which can raise any error."""
@@ -294,6 +308,7 @@ class Restoring:
 
         Everything that can fail has been checked before, except that a file can change or become unreadable meanwhile.
         """
+        read = self._blocks.reading(read)
         for key, tensor in self._tensors.items():
             copy_into(tensor, read(key, self.needed[key]))
             self._check_goes_on()

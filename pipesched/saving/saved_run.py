@@ -11,6 +11,7 @@ from pipesched.saving.chunks import Chunk, Rows, covers_tensor
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import TensorEntry
 from pipesched.saving.tensor_files import dtype_name
+from pipesched.saving.whole_tensors import NO_WHOLE_TENSORS, WholeTensors
 
 __all__ = ["CheckpointPart", "Read", "SavedRun", "merged", "merged_entries"]
 
@@ -22,6 +23,8 @@ class CheckpointPart:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    #: How the whole tensors of those that are blocks are made. The entries are those of the whole tensors.
+    wholes: WholeTensors = NO_WHOLE_TENSORS
 
     def add(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors, and a manifest entry with this ``kind`` and ``name`` for each tensor."""

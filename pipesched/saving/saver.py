@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from pipesched.checks import as_path, check_type, is_count, shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
 from pipesched.runtime.rank_host import RankHost
@@ -18,6 +20,7 @@ from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_s
 from pipesched.saving.restoring import Restored, Restoring
 from pipesched.saving.rollback import Rollback
 from pipesched.saving.saved_run import CheckpointPart, SavedRun
+from pipesched.saving.tensor_files import file_order
 from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
@@ -70,6 +73,7 @@ class Saver:
             process=run.process,
             num_processes=run.num_processes,
             writers=run.writers,
+            numbered=run.numbered,
             names=host.grid.names,
             timeout_s=math.inf if host.grid.timeout_s is None else host.grid.timeout_s,
         )
@@ -82,7 +86,7 @@ class Saver:
             together(host, work, others)
             return
         buffers = self._buffers
-        copy = CheckpointPart(agreed(host, lambda: buffers.copied(part.tensors)), part.entries, part.values)
+        copy = CheckpointPart(self._copied(run, part), part.entries, part.values)
 
         def write_copy() -> None:
             buffers.wait()
@@ -91,6 +95,19 @@ class Saver:
         self._work = BackgroundCall(write_copy)
         self._work.start(host)
         self._work.end_at_exit(host.grid.timeout_s)
+
+    def _copied(self, run: LiveRun, part: CheckpointPart) -> dict[str, Tensor]:
+        """Start copying the tensors that this process saves to host memory. Collective."""
+        buffers = self._buffers
+        if run.split is None:
+            return agreed(run.host, lambda: buffers.copied(part.tensors))
+        writes = run.process in run.writers
+        agreed(run.host, lambda: buffers.reserve(part.tensors if writes else {}, part.wholes))
+        with run.host.collectives.stopping_all("save"):
+            if writes:
+                return buffers.copied(part.tensors, part.wholes)
+            part.wholes.finish()
+            return {}
 
     def finish(self, run: LiveRun) -> None:
         """Wait until an asynchronous save has ended in all processes. If the save failed, all processes raise."""
@@ -147,6 +164,9 @@ class Saver:
     ) -> dict[str, Any]:
         """Return the part of a run that this process saves, as a dict of tensors and plain values."""
         part = capture(run, *states)
+        if run.split is not None:
+            with run.host.collectives.stopping_all("training_state"):
+                part = _made_whole(part, writes=run.process in run.writers)
         entries = {key: entry.to_dict() for key, entry in part.entries.items()}
         facts = run.facts
         return {
@@ -187,6 +207,16 @@ class Saver:
             return saved, Restoring(saved, run, *states)
 
         return _apply(run, *agreed(run.host, prepared))
+
+
+def _made_whole(part: CheckpointPart, *, writes: bool) -> CheckpointPart:
+    """Return the part of a training state, with whole tensors in host memory, or no tensors if it ``writes`` none."""
+    if not writes:
+        part.wholes.finish()
+        return CheckpointPart()
+    keys = file_order(part.tensors)
+    made = {key: part.wholes.get(key, part.tensors[key]).cpu() for key in keys if key in part.wholes}
+    return CheckpointPart({**part.tensors, **made}, part.entries, part.values)
 
 
 def _folders(path: Path, run: LiveRun) -> list[Path]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from struct import Struct, error
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = [
     "bytes_of",
     "dtype_name",
     "dtype_of",
+    "file_order",
     "from_bytes",
     "plain",
     "sharding_info",
@@ -111,27 +112,47 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(numbers)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+class Wholes(Protocol):
+    """Makes the whole tensors of blocks."""
+
+    def shape(self, key: str, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of the tensor to write under a key. ``tensor`` is it, or a block of it."""
+
+    def get(self, key: str, tensor: Tensor) -> Tensor:
+        """Return the tensor to write under a key."""
+
+
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the keys of tensors in their order in a file: large elements first, so that all tensors are aligned."""
+    return sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    wholes: Wholes | None = None,
+) -> FileEntry:
     """Write a safetensors file, flush it to the disk, and return its size and hash.
 
     Args:
         path: the file.
         tensors: dense tensors on any device, keyed by their names in the file.
         metadata: text for the file's header. Default: none.
+        wholes: makes the whole tensors of those that are blocks. Default: None (none are).
 
     Raises:
         OSError: writing failed.
 
     """
-    ordered = sorted(
-        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    )  # large elements first, so that all tensors are aligned
+    ordered = [(key, tensors[key]) for key in file_order(tensors)]
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        own_shape = tuple(tensor.shape) if wholes is None else wholes.shape(key, tensor)
+        begin, end = end, end + math.prod(own_shape) * tensor.element_size()
         code = _CODES.get(tensor.dtype)
-        shape = [end - begin] if code is None else list(tensor.shape)
+        shape = [end - begin] if code is None else list(own_shape)
         header[key] = {"dtype": code or _BYTES, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNED)
@@ -154,8 +175,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                 advance()
 
         put(_LENGTH.pack(len(text)) + text)
-        for _, tensor in ordered:
-            put(bytes_of(tensor))
+        for key, tensor in ordered:
+            put(bytes_of(tensor if wholes is None else wholes.get(key, tensor)))
         os.fsync(file.fileno())
     return FileEntry(_LENGTH.size + len(text) + end, digest.hexdigest())
 

@@ -54,6 +54,8 @@ class Target:
     num_processes: int
     #: The indexes of the processes that write a part of the checkpoint.
     writers: tuple[int, ...]
+    #: The indexes of the processes whose files are numbered first, in ascending order: those of the first plane.
+    numbered: tuple[int, ...]
     #: The names of the processes in error messages.
     names: Sequence[str]
     #: How long the first process waits while no other process writes a byte, in seconds. Ignored for one process.
@@ -105,13 +107,16 @@ def write(target: Target, part: CheckpointPart, facts: Facts, others: Others) ->
         OthersFailedError: writing failed in other processes. Only the first process raises this error.
 
     """
-    name = _name(target.process)
+    name = _name(target, target.process)
     try:
         if target.process in target.writers:
             with explained(target.folder):
                 _write_part(target, name, part)
             advance()
+        part.wholes.finish()
     except CheckpointError as error:
+        with suppress(Exception):
+            part.wholes.finish()
         _report(target, error)
         if target.process:
             raise
@@ -153,14 +158,16 @@ def _is_replaceable(target: Target) -> bool:
         return False
 
 
-def _name(process: int) -> str:
-    return f"part-{process:05}"
+def _name(target: Target, process: int) -> str:
+    """Return the name of the files of a process, which do not depend on the number of planes."""
+    others = [other for other in range(target.num_processes) if other not in target.numbered]
+    return f"part-{[*target.numbered, *others].index(process):05}"
 
 
 def _write_part(target: Target, name: str, part: CheckpointPart) -> None:
     file = f"{name}.safetensors"
     entries = {key: entry.in_file(file) for key, entry in part.entries.items()}
-    written = write_tensors(target.data_folder / file, part.tensors, sharding_info(entries))
+    written = write_tensors(target.data_folder / file, part.tensors, sharding_info(entries), part.wholes)
     values = {
         "file": {file: asdict(written)},
         "tensors": {key: entry.to_dict() for key, entry in entries.items()},
@@ -171,7 +178,7 @@ def _write_part(target: Target, name: str, part: CheckpointPart) -> None:
 
 def _report(target: Target, error: CheckpointError) -> None:
     """Report to the first process that this process failed, and delete the files that this process wrote."""
-    name = _name(target.process)
+    name = _name(target, target.process)
     for path in (f"{name}.safetensors", f"{name}.json"):
         with suppress(OSError):
             (target.data_folder / path).unlink()
@@ -188,7 +195,8 @@ def _parts(target: Target, others: Others, *, others_only: bool = False) -> dict
     """
     found: dict[str, tuple[FileEntry, Any]] = {}
     errors: dict[int, str] = {}
-    waiting = {_name(process): process for process in target.writers if not others_only or process != target.process}
+    writers = [process for process in target.writers if not others_only or process != target.process]
+    waiting = {_name(target, process): process for process in writers}
     pause_s = _FIRST_PAUSE_S
     progress: Any = None
     since_s = time.monotonic()

@@ -88,7 +88,7 @@ def test_inputs_go_where_they_are_used() -> None:
     batch = Splitter(3, fixed=False).batch((), {"left": FLOATS, "right": FLOATS.flip(0)})
     with pipeline("towers", made("towers")[0], devices=["cpu"] * 3, boundaries=["left.2", "right.2"]) as pipe:
         program = pipe.plan.program
-        _, messages = scatter_call(StepCall("forward", batch), program, pipe._running.assembly.bodies, [range(3)])
+        _, messages = scatter_call(StepCall("forward", batch), program, pipe._running.assembly.bodies, [[range(3)]])
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
         with pytest.raises(InputError, match=r"requires a gradient may be used on rank 0 only; rank 1 also uses"):
@@ -96,7 +96,7 @@ def test_inputs_go_where_they_are_used() -> None:
                 StepCall("forward", Splitter(3, fixed=False).batch(*late)),
                 program,
                 pipe._running.assembly.bodies,
-                [range(3)],
+                [[range(3)]],
             )
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 

@@ -112,7 +112,8 @@ def test_the_dimensions_of_a_mesh_are_recognised_or_named(ranks: Ranks) -> None:
         assert found["two kinds of replicas"] == ((0,), (1,), (2,), (3,))
         assert found["one dimension"] == ((0, 1),)
         assert "this mesh has the dimensions ('a', 'b'); pass one dimension of the mesh" in found["unknown names"]
-        assert "this mesh has the dimensions ('dp', 'tp', 'pp')" in found["one more dimension"]
+        assert found["one more dimension"] == ((0, 1), (2, 3))
+        assert "this mesh has the dimensions ('dp', 'x', 'pp')" in found["unknown dimension"]
         assert "this mesh has 2 unnamed dimensions" in found["no names"]
         assert "axes= must map 'pipeline', and 'replicate' or 'shard' if there are replicas" in found["other axes"]
         assert "got 'pp'" in found["no mapping"]

@@ -85,8 +85,8 @@ def _judged(case: Case, said: Sequence[Path], ended: dict[int, float], timeout_s
         if "ended_s" not in own:
             failed += 1
             error = str(own.get("error") or text[text.rfind("pipesched: ") :])
-            of_replicas = ("of its pipeline)" in error) == (case.by != "fully_shard") or "hosts the store" in error
-            if _named(error) != {case.rank} or not of_replicas:
+            of_replicas = bool(re.search("of its pipeline[,)]", error)) == (case.by != "fully_shard")
+            if _named(error) != {case.rank} or not (of_replicas or "hosts the store" in error):
                 wrong.append(f"rank {rank}: {error[:600] or 'nothing'}")
     return Outcome(case, fault_s > 0, round(slowest, 2), failed, late, wrong)
 

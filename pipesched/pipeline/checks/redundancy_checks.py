@@ -52,6 +52,12 @@ def _of_ranks(grid: RankGrid) -> list[Obstacle]:
             grid.num_shards > 1, "replicas that divide weights are no copies of each other", "pass axes= without shard"
         ),
         Obstacle(
+            bool(grid.planes),
+            f"each of {len(grid.every_plane)} ranks of a tensor group holds other blocks of the weights, and the "
+            f"groups cannot be made anew from the ranks that are left",
+            "save checkpoints",
+        ),
+        Obstacle(
             len(grid.rows) > 1 and len(grid.pipeline) == 1,
             "each replica has only one rank, so its batch is lost with the rank",
             "use pipelines of several ranks",

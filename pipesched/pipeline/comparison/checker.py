@@ -123,6 +123,8 @@ class Checker:
             return "wrap= may have changed the modules"
         if host.grid.in_one_process:
             return ""
+        if self._spec.split is not None:
+            return "layers are split over ranks, which add up their parts of sums in another order"
         if self._spec.zero:
             return "optimizer states, gradients or weights are split across replicas"
         if any(host.collectives.gathered_in_all(any(parameter.is_meta for parameter in self._model.parameters()))):

@@ -49,10 +49,14 @@ ENDED = "ended"
 SILENT = "silent"
 
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
 _OF_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 _PIPESCHED = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+#: The code that runs collectives of torch.distributed: torch's own, and that of split layers.
+_OF_COLLECTIVES = (
+    os.path.dirname(distributed.__file__) + os.sep,
+    os.path.join(_PIPESCHED, "parallel", "tensor_group.py"),
+)
 #: The packages whose code waits for other ranks, or reports that such a wait has failed.
 _WAITING = tuple(
     os.path.join(_PIPESCHED, *name.split("."), "")
@@ -217,7 +221,7 @@ def _line(frame: FrameType) -> str:
 
 
 def doing_at(error: BaseException) -> Doing:
-    """Return the activity in which an error occurred: "collective" if torch.distributed raised it, otherwise "raised".
+    """Return the activity in which an error occurred: "collective" if a collective raised it, otherwise "raised".
 
     A collective usually raises because another rank of its group has stopped.
     """
@@ -225,10 +229,10 @@ def doing_at(error: BaseException) -> Doing:
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((_OF_TORCH, "<")):
-            doing = "raised"  # raised by user code that torch called
-        elif file.startswith(_OF_COLLECTIVES):
+        if file.startswith(_OF_COLLECTIVES) and not isinstance(error, ValueError):  # no wrong argument
             doing = COLLECTIVE
+        elif not file.startswith((_OF_TORCH, "<")):
+            doing = "raised"  # raised by user code that torch called
         trace = trace.tb_next
     return doing
 

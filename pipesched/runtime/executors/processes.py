@@ -125,7 +125,9 @@ class ProcessExecutor:
         messages = self._messages_of(program, order)
         keys, batch, shapes = messages.keys(looks, caller.grad)
         step = digest(b"%d %s" % (self._steps, self._activity.method.encode()))
-        wire.open(keys, self._agreed(program) + batch + step + digest(values), shapes)
+        identity = self._agreed(program) + batch + step + digest(values)
+        self.connected.compare_planes(identity, shapes)
+        wire.open(keys, identity, shapes)
         self._steps += 1
         run_spec.prepare(caller)
         start_s = time.perf_counter()
@@ -148,7 +150,9 @@ class ProcessExecutor:
             channels = OrderMessages(program, self._own_order(program.orders), self._grid.pipeline).none
             try:
                 step = digest(b"%d" % self._steps)
-                wire.open(channels, self._agreed(program) + digest(b"stream") + step + digest(values))
+                identity = self._agreed(program) + digest(b"stream") + step + digest(values)
+                self.connected.compare_planes(identity, "")
+                wire.open(channels, identity)
                 self._steps += 1
                 run_spec.prepare(caller)
             except BaseException as error:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from pipesched.checks import shown
 from pipesched.errors import ExecutionError, InputError
-from pipesched.model.parameter_order import ParameterOrder
 from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.plane_norms import NormMeasure
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type, clip_to_norm_
 
@@ -18,7 +18,7 @@ __all__ = ["clip_gradients"]
 def clip_gradients(
     parameters: Sequence[nn.Parameter],
     gathered: Callable[[Any], list[Any]],
-    order: ParameterOrder,
+    measure: NormMeasure,
     *,
     max_norm: float,
     norm_type: float,
@@ -31,7 +31,7 @@ def clip_gradients(
     Args:
         parameters: the parameters that this process trains.
         gathered: gathers a value from each process, and returns the values in rank order.
-        order: the order in which the norms of the parameters' gradients are combined.
+        measure: computes the norms of the parameters' gradients.
         max_norm: the largest allowed norm of all gradients together; if it is exceeded, all gradients are scaled down.
         norm_type: the order of the norm.
         error_if_nonfinite: whether to raise if the norm is infinite or NaN.
@@ -50,7 +50,7 @@ def clip_gradients(
     norm_type = as_norm_type(norm_type)
     asked = float(max_norm), norm_type, bool(error_if_nonfinite)
     with intra_op(intra_op_threads):
-        parts = gathered((asked, GradientNorms.of(parameters, order, norm_type)))
+        parts = gathered((asked, measure.of(parameters, norm_type)))
         _check_same([asked for asked, _ in parts])
         norms = GradientNorms.merged([norms for _, norms in parts])
         if has_optimizers and norms.norms is None:
@@ -63,8 +63,8 @@ def clip_gradients(
         if error_if_nonfinite and (first := norms.first_nonfinite()) is not None:
             raise ExecutionError(
                 f"gradients must be finite to be clipped; the norm of all gradients is {float(norm)}, and "
-                f"{order.name(first)!r} is the first parameter whose gradient norm is not finite; skip this update, or "
-                f"pass error_if_nonfinite=False"
+                f"{measure.name(first)!r} is the first parameter whose gradient norm is not finite; skip this update, "
+                f"or pass error_if_nonfinite=False"
             )
         clip_to_norm_(parameters, max_norm, norm)
     return norm

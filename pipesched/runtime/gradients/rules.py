@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.plane_norms import PlaneNorms
 from pipesched.tensors.gradient_norm import clip_to_norm_, norm_of
 
 __all__ = ["GradientRules", "OnNonfinite", "Verdict"]
@@ -49,6 +50,7 @@ class GradientRules:
         scale: the scale of the loss. An update is skipped if a scaled gradient is infinite or NaN. Default: None.
         on_nonfinite: the reaction to a loss or a gradient that is infinite or NaN. Default: None (not checked).
         lags: whether the check of a step is read in the next step, because reading it immediately would wait for GPUs.
+        planes: combines norms over the planes. Default: None (no weights are divided over tensor groups).
 
     """
 
@@ -59,17 +61,20 @@ class GradientRules:
     scale: LossScale | None = None
     on_nonfinite: OnNonfinite | None = None
     lags: bool = False
+    planes: PlaneNorms | None = None
 
     def measure(self, parameters: Sequence[nn.Parameter], losses: Iterable[Tensor] = ()) -> GradientNorms:
-        """Run a NORM: unscale a stage's gradients and compute their norms.
+        """Run a NORM: unscale a stage's gradients and compute their norms. Collective over a tensor group.
 
         ``losses`` are the micro-batches' losses, if the stage computes them.
         """
         nonfinite = self.unscale(parameters)
         if self.scale is None and self.on_nonfinite:
             nonfinite = _nonfinite([loss.detach() for loss in losses])
-        norms = GradientNorms.of(parameters, self.order, self.norm_type)._replace(nonfinite=nonfinite)
-        return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may be on another device
+        own = [parameter for parameter in parameters if parameter.grad is not None]
+        norms = GradientNorms.of(own, self.order, self.norm_type)._replace(nonfinite=nonfinite)
+        norms = norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may be on another device
+        return norms if self.planes is None else self.planes.of(own, norms, self.norm_type)
 
     def unscale(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Unscale gradients if the loss was scaled. Returns whether any gradient was nonfinite; None if not checked."""

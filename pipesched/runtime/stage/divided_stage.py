@@ -3,32 +3,17 @@
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.stage.divided_weights import DividedWeights
+from pipesched.runtime.stage.elementwise import is_elementwise
 from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
 from pipesched.runtime.stage.stage import Stage
 
 __all__ = ["divided_update", "divided_weights", "shards_for"]
-
-#: The optimizers that update each element of a parameter independently of the other elements.
-_ELEMENTWISE = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
 
 
 def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> ShardedUpdate:
@@ -107,5 +92,4 @@ def _check_plain(stage: Stage) -> None:
 
 def shards_for(optimizer: Optimizer, parameters: Sequence[nn.Parameter], replica: int, num_replicas: int) -> Shards:
     """Return the shards of one stage's parameters. Parameters are cut only if the optimizer's type allows cuts."""
-    cuts = type(optimizer) in _ELEMENTWISE  # a subclass may combine elements
-    return Shards(parameters, replica, num_replicas, cuts=cuts)
+    return Shards(parameters, replica, num_replicas, cuts=is_elementwise(optimizer))

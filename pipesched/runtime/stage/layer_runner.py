@@ -35,7 +35,7 @@ from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
-from pipesched.tensors.keyed_random import InBackward, KeyedRandom
+from pipesched.tensors.keyed_random import InBackward
 from pipesched.tensors.loss_factors import drop_unweighted_gradients, is_known_zero, scaled
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.strided_clone import strided_clone
@@ -103,7 +103,7 @@ class LayerRunner:
             None  # whether weight gradients can be deferred; None before the step's first split forward
         )
         self.deferral = Deferral()
-        self._random = KeyedRandom(inputs.device)
+        self._random = body.random(inputs.device)
         self._added = AddedLosses(self._random)
         back = InBackward(self._random)
         own = self._added.in_backward

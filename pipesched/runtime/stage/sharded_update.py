@@ -191,7 +191,7 @@ class ShardedUpdate:
     def measure(self, rules: GradientRules) -> GradientNorms:
         """Unscale this replica's rows of the gradients, and return the norms of the whole gradients.
 
-        The norms are computed from the norms of each replica's rows. Collective over the replicas.
+        The norms are computed from the norms of each replica's rows. Collective over the replicas and tensor groups.
         """
         measured = [parameter for parameter in self.parameters if parameter in self._taken]
         if not measured:
@@ -207,6 +207,8 @@ class ShardedUpdate:
         pieces = torch.stack(self._spread.gathered(own))
         norms = combined_norms(pieces[:, :-1], rules.norm_type, [parameter.dtype for parameter in measured])
         overflow = None if rules.scale is None else pieces[:, -1].any()
+        if rules.planes is not None:
+            norms, overflow = rules.planes.combined(measured, norms, overflow, rules.norm_type)
         return GradientNorms.named(measured, norms, rules.order, overflow)
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ computation runs twice.
 During the F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached,
 so autograd computes only the gradient of ``x``. The I is an ordinary backward pass over that graph. The I also computes
 cheap weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions,
-recurrent nets).
+recurrent nets). A custom operation whose weight gradient can be separated is a `WeightOperation`.
 
 During the I, a hook stores the gradient ``gy`` of each operation's output. The W computes ``gy^T x`` with the
 operations that autograd itself would have used, so the result is bit-identical. The W then passes this weight gradient
@@ -27,14 +27,13 @@ from pipesched.runtime.stage.weight_products import (
     ConvolutionRule,
     Product,
     WeightRule,
-    linear_rule,
-    matmul_rule,
     saving_input,
     spread,
 )
 from pipesched.tensors.function_mode import Handler
 from pipesched.tensors.function_transforms import running_transform
 from pipesched.tensors.graph_edges import edge_of, enter
+from pipesched.tensors.weight_operations import linear_rule, matmul_rule, weighted
 
 __all__ = ["PAYS_FLOPS", "Deferral"]
 
@@ -172,13 +171,15 @@ class Deferral:
             self._noting = True
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """Return the handler for a linear layer, matrix product or convolution, or None for any other function."""
+        """Return the handler for a linear layer, matrix product, convolution or weight operation; None for others."""
         if function is functional.linear:
             return self._linear
         if function in _MATRIX_PRODUCTS:
             return self._matrix_product
         if function is torch.addmm:
             return self._addmm
+        if function is weighted:
+            return self._weighted
         return self._convolution if function in _CONVOLUTIONS else None
 
     def _linear(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,6 +226,16 @@ class Deferral:
         numbers = [spread(default if value is None else value, spatial) for value, default in defaults]
         rule = ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
         return self._note(x, weights, rule, lambda x: rule.forward(function, x))
+
+    def _weighted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operation, x, *weights = args
+        if not _is_plain(x, *weights):
+            return function(*args)
+        if self._defers(*weights):
+            call = lambda x: function(operation, x, *(weight.detach() for weight in weights))  # noqa: E731
+            return self._note(x, tuple(weights), operation.weight_grads, call)
+        output = function(*args)
+        return self._learn(output, output, *weights)
 
     def _defers(self, *weights: Tensor) -> bool:
         deferrable = torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)

@@ -13,8 +13,6 @@ __all__ = [
     "ConvolutionRule",
     "Product",
     "WeightRule",
-    "linear_rule",
-    "matmul_rule",
     "saving_input",
     "spread",
     "weight_grad",
@@ -96,28 +94,6 @@ def spread(value: Any, spatial: int) -> list[int]:
     """Return one number for each spatial dimension; a single number is repeated."""
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
-
-
-def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output gradient and x as matrices. x is cast to the gradient's dtype, as autocast did in the F."""
-    if x.dtype is not grad.dtype:
-        x = x.to(grad.dtype)
-    dims = x.dim()
-    if dims > 2:
-        return grad.flatten(0, -2), x.flatten(0, -2)
-    return (grad, x) if dims == 2 else (grad.unsqueeze(0), x.unsqueeze(0))
-
-
-def linear_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """Return the weight gradient of ``x @ weight.T``."""
-    grad, x = _operands(grad, x)
-    return (grad.t().mm(x),)
-
-
-def matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """Return the weight gradient of ``x @ weight``."""
-    grad, x = _operands(grad, x)
-    return (x.t().mm(grad),)
 
 
 class ConvolutionRule:

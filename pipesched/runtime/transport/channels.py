@@ -36,7 +36,7 @@ from pipesched.runtime.transport.message_layout import MessageLayout, Packed, de
 from pipesched.runtime.transport.ports import Ports, Work, awaited, lost
 from pipesched.simulation.memory import AHEAD
 
-__all__ = ["COLLECT", "NORMS", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outgoing"]
+__all__ = ["COLLECT", "NORMS", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outgoing", "check_run"]
 
 _HEADER = 64  # bytes
 _MOST_BYTES = 1 << 44  # limit for a message; more than any machine's memory
@@ -409,32 +409,49 @@ class _Neighbour:
             self._port.reader(self.peer, _OPENING)(memoryview(words))
         except RuntimeError as error:
             raise lost(self.peer, error) from None
-        for number, name in enumerate((*names, "history of message sizes")):
-            part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-            if words[part] != due[part]:
-                theirs, ours = (str(one[-_SAID_BYTES:], "utf-8", "replace").strip() for one in (words, due))
-                if name == "batch" and theirs != ours:
-                    raise ExecutionError(
-                        f"all ranks of a pipeline must pass the same batch; rank {self.peer} has a different batch in "
-                        f"this step: its micro-batches are {theirs}, but on this rank they are {ours}; pass the same "
-                        f"batch on these ranks (a DistributedSampler must count the replicas of the pipeline, not the "
-                        f"processes), or make the pipeline with distributed=Distributed(inputs='first')"
-                    )
-                if name == "values":
-                    raise ExecutionError(
-                        f"all ranks of a pipeline must pass the same batch; rank {self.peer} has other values than "
-                        f"this rank in tensors of the same shapes; pass the same rows in the same order on these ranks "
-                        f"(seed the shuffling of all data loaders alike; a DistributedSampler must count the replicas "
-                        f"of the pipeline, not the processes), or make the pipeline with "
-                        f"distributed=Distributed(inputs='first')"
-                    )
-                raise ExecutionError(
-                    f"all ranks must run the same steps with the same batches; rank {self.peer} has a different "
-                    f"{name} in this step; call the same methods on every rank, in the same order, with the same "
-                    f"arguments"
-                )
+        theirs, ours = ((bytes(one[:-_SAID_BYTES]), _said(one)) for one in (words, due))
+        check_run((*names, "history of message sizes"), self.peer, theirs, ours)
         for channel in self.incoming:
             channel.post()
+
+
+def _said(words: bytes | bytearray) -> str:
+    """Return the description of the batch at the end of the words that open a run."""
+    return str(words[-_SAID_BYTES:], "utf-8", "replace").strip()
+
+
+def check_run(names: Sequence[str], peer: int, theirs: tuple[bytes, str], ours: tuple[bytes, str]) -> None:
+    """Raise ExecutionError unless another rank begins the same run as this rank.
+
+    Args:
+        names: the names of the digests of a run.
+        peer: the other rank.
+        theirs: the digests of the other rank, concatenated, and its description of the batch.
+        ours: those of this rank.
+
+    """
+    for number, name in enumerate(names):
+        part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+        if theirs[0][part] == ours[0][part]:
+            continue
+        if name == "batch" and theirs[1] != ours[1]:
+            raise ExecutionError(
+                f"all ranks of a pipeline must pass the same batch; rank {peer} has a different batch in this step: "
+                f"its micro-batches are {theirs[1]}, but on this rank they are {ours[1]}; pass the same batch on these "
+                f"ranks (a DistributedSampler must count the replicas of the pipeline, not the processes), or make the "
+                f"pipeline with distributed=Distributed(inputs='first')"
+            )
+        if name == "values":
+            raise ExecutionError(
+                f"all ranks of a pipeline must pass the same batch; rank {peer} has other values than this rank in "
+                f"tensors of the same shapes; pass the same rows in the same order on these ranks (seed the shuffling "
+                f"of all data loaders alike; a DistributedSampler must count the replicas of the pipeline, not the "
+                f"processes), or make the pipeline with distributed=Distributed(inputs='first')"
+            )
+        raise ExecutionError(
+            f"all ranks must run the same steps with the same batches; rank {peer} has a different {name} in this "
+            f"step; call the same methods on every rank, in the same order, with the same arguments"
+        )
 
 
 #: The layout keys of a run's messages, keyed by rank and then by (outgoing, backward), in the order of each channel.

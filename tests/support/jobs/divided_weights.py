@@ -255,7 +255,7 @@ def refuse(group: Any, folder: Path) -> None:
             lambda: model.load_state_dict(plain().state_dict()),
             lambda: Pipeline(model, x[:2], devices=["cpu"] * 2, **again),
         ):
-            with pytest.raises(ExecutionError, match=r"with zero=3 must not be used while its weights are divided, .*"):
+            with pytest.raises(ExecutionError, match=r"zero=3 .* must not be used while its weights are divided"):
                 call()
         with pytest.raises(
             ExecutionError, match=r"state_dict\(\) needs full \(unsharded\) weights, .* call full_state_dict\(\)"

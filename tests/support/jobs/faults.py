@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pipesched
 from pipesched import Distributed, Pipeline
+from pipesched.parallel.tensor_group import TensorGroup
 from pipesched.runtime import connected_rank
 from pipesched.saving import manifest
 
@@ -31,6 +32,7 @@ PHASES = (
     "while capturing",
     "while measuring",
     "while connecting",
+    "in a collective",
     "first forward",
     "first backward",
     "later forward",
@@ -55,7 +57,7 @@ class Case(NamedTuple):
 
     fault: one of FAULTS. phase: the part of the script in which the fault occurs, one of PHASES. rank: the rank that
     fails. store: one of STORES. replicas: the number of replicas. by: what makes the replicas: "fully_shard"; or
-    "replicate", "zero=2" or "zero=3", for replicas of one pipeline.
+    "replicate", "zero=2" or "zero=3", for replicas of one pipeline; or "tensor", for planes of one pipeline.
     """
 
     fault: str
@@ -122,6 +124,8 @@ def can_happen(case: "Case") -> bool:
     """
     if case.fault == "full disk" and case.phase not in ("save", "save in the background"):
         return False
+    if case.phase == "in a collective":
+        return case.by == "tensor"
     if case.replicas > 1 and case.by == "fully_shard":
         return case.phase not in SAVING
     return case.replicas == 1 or case.phase != "tune"
@@ -173,7 +177,8 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     if store is None:
         store = store_in_rank_0(rank, said)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=case.num_ranks)
-    mesh = init_device_mesh("cpu", (case.replicas, case.num_ranks // case.replicas), mesh_dim_names=("dp", "pp"))
+    names = ("tp" if case.by == "tensor" else "dp", "pp")
+    mesh = init_device_mesh("cpu", (case.replicas, case.num_ranks // case.replicas), mesh_dim_names=names)
     fuse = Fuse(case.fault, case.phase if rank == case.rank else "", said)
     num_stages = case.num_ranks // case.replicas
     torch.manual_seed(0)
@@ -191,6 +196,10 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         # Fixed boundaries, because the pipelines could measure different times and cut differently.
         choices["boundaries"] = list(range(2, 2 * num_stages, 2))
         choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
+
+    run = TensorGroup._run
+    TensorGroup._run = lambda *args: (fuse.at("in a collective"), run(*args))[1]  # type: ignore[method-assign]
+    split = {"*.linear": "column-gathered"} if case.by == "tensor" else None
 
     def name(forward: str, backward: str = "") -> None:
         for layer in layers:
@@ -220,7 +229,11 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,
         optimizer=lambda params: SGD(params, lr=0.01),
-        distributed=Distributed(timeout=timeout_s, zero=int(case.by[-1]) if case.by.startswith("zero") else 0),
+        distributed=Distributed(
+            timeout=timeout_s,
+            zero=int(case.by[-1]) if case.by.startswith("zero") else 0,
+            tensor_parallel=split,
+        ),
         seed=0,
         **choices,
     )

@@ -536,6 +536,7 @@ def grids(group: Any) -> dict[str, Any]:
         "any names": rows(mesh_of((2, 2), ("a", "b")), {"pipeline": "b", "replicate": "a"}),
         "unknown names": rows(mesh_of((2, 2), ("a", "b"))),
         "one more dimension": rows(mesh_of((2, 1, 2), ("dp", "tp", "pp"))),
+        "unknown dimension": rows(mesh_of((2, 1, 2), ("dp", "x", "pp"))),
         "no names": rows(init_device_mesh("cpu", (2, 2))),
         "two kinds of replicas": rows(mesh_of((2, 2, 1), ("dp_replicate", "dp_shard", "pp"))),
         "other axes": rows(mesh, {"pipeline": "pp", "data": "dp"}),

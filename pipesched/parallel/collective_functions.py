@@ -1,0 +1,180 @@
+"""Collective functions: collectives between layers, whose gradients are collectives, too.
+
+============== ================= =======================
+function       forward           backward
+============== ================= =======================
+copy_to        -                 all-reduce
+reduce_from    all-reduce        -
+gather_from    all-gather        own block
+scatter_to     own block         all-gather
+gather_seq...  all-gather        reduce-scatter
+scatter_seq... reduce-scatter    all-gather
+============== ================= =======================
+
+A value that all ranks hold has a whole gradient on each rank. A value that each rank uses for its own block of a layer
+has a part of its gradient on each rank, until an all-reduce or a reduce-scatter adds these parts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.parallel.tensor_group import TensorGroup
+
+__all__ = [
+    "copy_to",
+    "gather_from",
+    "gather_sequence",
+    "reduce_from",
+    "scatter_sequence",
+    "scatter_to",
+    "summed_weights",
+]
+
+_COPY = "_pipesched_copy"  # the attribute of a tensor that refers to its copy
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, again: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return again
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if len(grads) == 1:
+            return None, None, ctx.group.all_reduce(grads[0])
+        total = ctx.group.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+        parts = total.split([grad.numel() for grad in grads])
+        return None, None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
+        return group.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group = group
+        ctx.dim = dim
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, ctx.group.own(grads[0], ctx.dim).contiguous(), None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group = group
+        ctx.dim = dim
+        return group.own(x, dim).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, ctx.group.all_gather(grads[0], ctx.dim), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group = group
+        ctx.dim = dim
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, ctx.group.reduce_scatter(grads[0], ctx.dim), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group = group
+        ctx.dim = dim
+        return group.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, ctx.group.all_gather(grads[0], ctx.dim), None
+
+
+def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return a copy of a whole tensor for the blocks of a layer. Its gradient is the sum over all ranks.
+
+    Layers that take the same tensor, such as those of queries, keys and values, get the same copy. So the gradient is
+    summed once.
+    """
+    if group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    kept = None if x.is_leaf else vars(x).get(_COPY)
+    if kept is not None and kept[0] is group and kept[1] == x._version:
+        found: Tensor = kept[2]
+        return found
+    (copy,) = _CopyTo.apply(group, (x.detach(),), x)  # type: ignore[no-untyped-call]
+    if not x.is_leaf:  # the copy of a leaf would keep the leaf alive
+        vars(x)[_COPY] = group, x._version, copy
+    result: Tensor = copy
+    return result
+
+
+def summed_weights(group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return copies of whole weights that each rank applies to its own block of the activations.
+
+    The gradient of each weight is the sum over all ranks; one all-reduce adds the gradients of all these weights.
+    """
+    if group.size == 1 or not torch.is_grad_enabled():
+        return weights
+    trained = [weight for weight in weights if weight.requires_grad]
+    if not trained:
+        return weights
+    again = tuple(weight.detach() for weight in trained)
+    copies = iter(_CopyTo.apply(group, again, *trained))  # type: ignore[no-untyped-call]
+    return tuple(next(copies) if weight.requires_grad else weight for weight in weights)
+
+
+def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum of a tensor over all ranks."""
+    return _applied(_ReduceFrom, group, x)
+
+
+def gather_from(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
+    """Return the whole of a divided tensor. All ranks use it in the same way, so its gradient is whole on each rank."""
+    return _applied(_GatherFrom, group, x, dim)
+
+
+def scatter_to(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
+    """Return this rank's block of a whole tensor.
+
+    Raises InputError if the dimension is not divided evenly.
+    """
+    return _applied(_ScatterTo, group, x, dim)
+
+
+def gather_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Return all positions of sequences that are divided, for the blocks of a layer."""
+    return _applied(_GatherSequence, group, x, dim)
+
+
+def scatter_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Return this rank's positions of the sum of a tensor over all ranks.
+
+    Raises InputError if the number of positions is not divided evenly.
+    """
+    return _applied(_ScatterSequence, group, x, dim)
+
+
+def _applied(function: type[torch.autograd.Function], group: TensorGroup, x: Tensor, *dim: int) -> Tensor:
+    if group.size == 1:
+        return x
+    output: Tensor = function.apply(group, x, *dim)
+    return output

@@ -1,0 +1,466 @@
+"""Layer styles: how the ranks of a tensor group divide one module of a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from torch import nn
+
+from pipesched.errors import InputError
+from pipesched.parallel.attention import HeadsAttention
+from pipesched.parallel.embedding import GatheredEmbedding, VocabularyEmbedding
+from pipesched.parallel.linear import ColumnLinear, RowLinear
+from pipesched.parallel.norms import DividesSequence, JoinsSequence, Summed
+from pipesched.parallel.split_module import become
+from pipesched.parallel.tensor_group import TensorGroup
+from pipesched.parallel.weight_split import WeightSplit
+
+__all__ = [
+    "STYLES",
+    "Attention",
+    "Block",
+    "Column",
+    "DividedVocabulary",
+    "Heads",
+    "LayerStyle",
+    "Row",
+    "SequencePart",
+    "SummedWeights",
+    "Whole",
+    "is_plain_embedding",
+    "linear_kind",
+]
+
+_DIM_OF_CONV1D = {"in": 0, "out": 1}
+_DIM_OF_LINEAR = {"in": 1, "out": 0}
+
+
+class LayerStyle(Protocol):
+    """How the ranks of a tensor group divide a module."""
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        """Return how each divided parameter of the module is split, by its name in the module.
+
+        ``name`` is the name of the module, for messages. Raises InputError if the module cannot have this style.
+        """
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        """Give a module, whose weights have been divided, the forward and the attributes of this style."""
+
+
+class _ShortRepr:
+    """Shows the options that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        known: Any = self
+        values = ((field, getattr(self, field.name)) for field in fields(known))
+        given = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({given})"
+
+
+def linear_kind(module: nn.Module) -> str | None:
+    """Return "linear" for ``nn.Linear``, "conv1d" for transformers' Conv1D, or None for a module of another kind."""
+    kind = type(module)
+    if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
+        return "linear"
+    weight = getattr(module, "weight", None)
+    if kind.__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and weight.dim() == 2 and hasattr(module, "nf"):
+        return "conv1d"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Column(_ShortRepr):
+    """Divides a linear layer by its outputs, or an embedding by its hidden units.
+
+    Attributes:
+        sections: the number of parts of the outputs that are each divided, such as 3 for queries, keys and values in
+            one weight, or their sizes. Default: 1.
+        gathered: whether each rank gets the whole output. Default: its own part.
+        sequence: whether the input is divided by positions. Default: the input is whole.
+
+    """
+
+    sections: int | tuple[int, ...] = 1
+    gathered: bool = False
+    sequence: bool = False
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        if isinstance(module, nn.Embedding):
+            _check_embedding(module, name)
+            _refuse_options(self, name, sections=1, sequence=False)
+            return {"weight": WeightSplit(dim=1)}
+        dims = _dims(module, name, "column")
+        sections = _sections(self.sections, _weight(module).shape[dims["out"]], name)
+        if sections and self.gathered:
+            raise InputError(
+                f"a layer whose output is gathered must have one section; {name!r} has the sections {list(sections)}; "
+                f"leave sections= out, or gathered="
+            )
+        splits = {"weight": WeightSplit(dim=dims["out"], sections=sections)}
+        return splits | ({"bias": WeightSplit(dim=0, sections=sections)} if _has_bias(module) else {})
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        if isinstance(module, nn.Embedding):
+            size = {"embedding_dim": module.embedding_dim // group.size}
+            become(module, GatheredEmbedding if self.gathered else None, group, size)
+            return
+        kind = linear_kind(module)
+        attribute = "nf" if kind == "conv1d" else "out_features"
+        become(
+            module,
+            ColumnLinear,
+            group,
+            {attribute: vars(module)[attribute] // group.size},
+            transposed=kind == "conv1d",
+            gathered=self.gathered,
+            sequence=self.sequence,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Row(_ShortRepr):
+    """Divides a linear layer by its inputs.
+
+    Attributes:
+        whole_input: whether the input is whole, so that each rank takes its part. Default: it has its part.
+        sequence: whether each rank gets its positions of the output. Default: the whole output.
+
+    """
+
+    whole_input: bool = False
+    sequence: bool = False
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        return {"weight": WeightSplit(dim=_dims(module, name, "row")["in"])}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        kind = linear_kind(module)
+        attribute = "nx" if kind == "conv1d" else "in_features"
+        become(
+            module,
+            RowLinear,
+            group,
+            {attribute: vars(module)[attribute] // group.size},
+            transposed=kind == "conv1d",
+            whole_input=self.whole_input,
+            sequence=self.sequence,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DividedVocabulary(_ShortRepr):
+    """Divides an embedding by its vocabulary, or a linear layer whose outputs are the vocabulary.
+
+    The linear layer's output stays divided: the loss must be a `VocabularyCrossEntropy`.
+
+    Attributes:
+        sequence: whether the activations around the layer are divided by positions. Default: they are whole.
+
+    """
+
+    sequence: bool = False
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        if isinstance(module, nn.Embedding):
+            _check_embedding(module, name)
+            return {"weight": WeightSplit(dim=0)}
+        return self._columns.splits(module, name)
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        if isinstance(module, nn.Embedding):
+            own = module.num_embeddings // group.size
+            padding = -1 if module.padding_idx is None else module.padding_idx - group.rank * own
+            attributes = {"num_embeddings": own, "padding_idx": padding if padding in range(own) else None}
+            become(module, VocabularyEmbedding, group, attributes, sequence=self.sequence)
+        else:
+            self._columns.apply(module, name, group)
+
+    @property
+    def _columns(self) -> Column:
+        return Column(sequence=self.sequence)
+
+
+class Heads:
+    """Divides attributes of a module that count heads or their hidden units, such as ``Heads("num_heads")``.
+
+    Without names, divides an embedding whose columns are heads, such as that of a relative position bias.
+
+    Args:
+        *attributes: the names of integer attributes of the module. Each rank gets the number divided by the number of
+            ranks.
+
+    """
+
+    def __init__(self, *attributes: str) -> None:
+        self.attributes = attributes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Heads) and self.attributes == other.attributes
+
+    def __hash__(self) -> int:
+        return hash(self.attributes)
+
+    def __repr__(self) -> str:
+        return f"Heads({', '.join(map(repr, self.attributes))})"
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        if self.attributes:
+            for attribute in self.attributes:
+                if type(vars(module).get(attribute)) is not int:
+                    raise InputError(
+                        f"Heads must name integer attributes of the module; {name or 'the model'!r} (a "
+                        f"{type(module).__name__}) has {attribute}={vars(module).get(attribute)!r}; name the "
+                        f"attributes that count its heads"
+                    )
+            return {}
+        if not isinstance(module, nn.Embedding):
+            raise InputError(
+                f"the style 'heads' must be given to an nn.MultiheadAttention, an nn.Embedding or a parameter whose "
+                f"last dimension is heads; {name!r} is a {type(module).__name__}; pass Heads('num_heads') with the "
+                f"names of the attributes that count heads"
+            )
+        _check_embedding(module, name)
+        return {"weight": WeightSplit(dim=1)}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        attributes = self.attributes or ("embedding_dim",)
+        divided = {}
+        for attribute in attributes:
+            number = vars(module)[attribute]
+            if number % group.size:
+                raise InputError(
+                    f"heads must be divided evenly among the ranks of a tensor group; {attribute} of {name!r} is "
+                    f"{number} for {group.size} ranks; choose a number of ranks that divides {number}"
+                )
+            divided[attribute] = number // group.size
+        become(module, None, group, divided)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Attention(_ShortRepr):
+    """Divides an ``nn.MultiheadAttention`` by heads.
+
+    Attributes:
+        sequence: whether the activations around it are divided by positions. Default: they are whole.
+
+    """
+
+    sequence: bool = False
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        attention = _attention(module, name)
+        width = attention.embed_dim
+        fused = (width,) * 3
+        splits = {
+            "in_proj_weight": WeightSplit(dim=0, sections=fused),
+            "in_proj_bias": WeightSplit(dim=0, sections=fused),
+            "q_proj_weight": WeightSplit(dim=0),
+            "k_proj_weight": WeightSplit(dim=0),
+            "v_proj_weight": WeightSplit(dim=0),
+            "bias_k": WeightSplit(dim=2),
+            "bias_v": WeightSplit(dim=2),
+            "out_proj.weight": WeightSplit(dim=1),
+        }
+        present = {name for name, _ in module.named_parameters()}
+        return {name: split for name, split in splits.items() if name in present}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        attention = _attention(module, name)
+        if self.sequence and group.sequence_dim != (1 if attention.batch_first else 0):
+            raise InputError(
+                f"sequence parallelism divides dimension {group.sequence_dim} of activations; {name!r} has its "
+                f"positions in dimension 0 (batch_first=False); make it with batch_first=True"
+            )
+        heads = attention.num_heads
+        if heads % group.size:
+            raise InputError(
+                f"heads must be divided evenly among the ranks of a tensor group; {name!r} has {heads} heads for "
+                f"{group.size} ranks; choose a number of ranks that divides {heads}"
+            )
+        become(attention, HeadsAttention, group, {"num_heads": heads // group.size}, sequence=self.sequence)
+        Row(sequence=self.sequence).apply(attention.out_proj, f"{name}.out_proj", group)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Block(_ShortRepr):
+    """Divides an ``nn.TransformerEncoderLayer`` or ``nn.TransformerDecoderLayer``: its attention and its linear layers.
+
+    Attributes:
+        sequence: whether the activations between blocks are divided by positions. Default: they are whole.
+
+    """
+
+    sequence: bool = False
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        return {
+            f"{child}.{parameter}": split
+            for child, style in self._styles(module, name).items()
+            for parameter, split in style.splits(module.get_submodule(child), f"{name}.{child}").items()
+        }
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        for child, style in self._styles(module, name).items():
+            style.apply(module.get_submodule(child), f"{name}.{child}", group)
+        if isinstance(module, nn.TransformerEncoderLayer):
+            become(module, None, group, {"activation_relu_or_gelu": 0})  # torch's fused function needs whole weights
+
+    def _styles(self, module: nn.Module, name: str) -> dict[str, LayerStyle]:
+        decodes = isinstance(module, nn.TransformerDecoderLayer)
+        if not decodes and not isinstance(module, nn.TransformerEncoderLayer):
+            raise InputError(
+                f"the style 'block' must be given to an nn.TransformerEncoderLayer or nn.TransformerDecoderLayer; "
+                f"{name!r} is a {type(module).__name__}; give styles to the layers inside it"
+            )
+        if decodes and self.sequence:
+            raise InputError(
+                f"sequence parallelism is not implemented for nn.TransformerDecoderLayer; {name!r} has one; use the "
+                f"style 'block'"
+            )
+        styles: dict[str, LayerStyle] = {"self_attn": Attention(sequence=self.sequence)}
+        if decodes:
+            styles["multihead_attn"] = Attention()
+        styles["linear1"] = Column(sequence=self.sequence)
+        styles["linear2"] = Row(sequence=self.sequence)
+        if self.sequence:
+            styles["norm1"] = styles["norm2"] = SummedWeights()
+        return styles
+
+
+@dataclass(frozen=True, repr=False)
+class SummedWeights(_ShortRepr):
+    """Keeps a module's weights whole, and sums their gradients over the ranks, because its input is divided.
+
+    For a norm between layers that are divided by positions, or a norm of each head.
+    """
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        return {}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        become(module, Summed, group, {})
+
+
+@dataclass(frozen=True, repr=False)
+class Whole(_ShortRepr):
+    """Keeps a module or a parameter whole, between divided layers. Its input is whole, so its gradients are, too."""
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        return {}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SequencePart(_ShortRepr):
+    """Divides the input of a module by positions, or gathers the positions of its output.
+
+    Attributes:
+        begins: True to divide the input, False to gather the output.
+
+    """
+
+    begins: bool
+
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+        return {}
+
+    def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        become(module, DividesSequence if self.begins else JoinsSequence, group, {})
+
+
+def _heads(module: nn.Module | None) -> LayerStyle:
+    return Attention() if isinstance(module, nn.MultiheadAttention) else Heads()
+
+
+#: The style of each word, for a module.
+STYLES: Mapping[str, Callable[[nn.Module | None], LayerStyle]] = {
+    "column": lambda _: Column(),
+    "row": lambda _: Row(),
+    "column-gathered": lambda _: Column(gathered=True),
+    "row-whole-input": lambda _: Row(whole_input=True),
+    "vocabulary": lambda _: DividedVocabulary(),
+    "heads": _heads,
+    "block": lambda _: Block(),
+    "summed": lambda _: SummedWeights(),
+    "whole": lambda _: Whole(),
+    "sequence-begin": lambda _: SequencePart(begins=True),
+    "sequence-end": lambda _: SequencePart(begins=False),
+}
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    weight: Any = module.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "bias", None), nn.Parameter)
+
+
+def _attention(module: nn.Module, name: str) -> nn.MultiheadAttention:
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
+        raise InputError(
+            f"attention by heads must be an nn.MultiheadAttention with torch's forward; {name!r} is a "
+            f"{type(module).__name__}; give its linear layers the styles 'column' and 'row', and the module "
+            f"Heads('num_heads')"
+        )
+    return module
+
+
+def _dims(module: nn.Module, name: str, style: str) -> Mapping[str, int]:
+    kind = linear_kind(module)
+    if kind is None:
+        own = "a forward of its own" if isinstance(module, nn.Linear) else "neither torch's nor Conv1D's forward"
+        raise InputError(
+            f"the style {style!r} must be given to an nn.Linear or a Conv1D of transformers; {name!r} is a "
+            f"{type(module).__name__} with {own}; choose another layer, or leave it out of tensor_parallel="
+        )
+    return _DIM_OF_CONV1D if kind == "conv1d" else _DIM_OF_LINEAR
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an embedding with torch's forward, or one that transformers only scales."""
+    scales = type(module).__name__.endswith("ScaledWordEmbedding")
+    return isinstance(module, nn.Embedding) and (type(module).forward is nn.Embedding.forward or scales)
+
+
+def _check_embedding(module: nn.Embedding, name: str) -> None:
+    if not is_plain_embedding(module):
+        raise InputError(
+            f"a divided embedding must have the forward of nn.Embedding; {name!r} is a {type(module).__name__} with a "
+            f"forward of its own; leave it out of tensor_parallel="
+        )
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise InputError(
+                f"a divided embedding must have no {option}, which needs the whole weight; {name!r} has "
+                f"{option}={getattr(module, option)}; leave it out of tensor_parallel="
+            )
+
+
+def _refuse_options(style: Column, name: str, **defaults: Any) -> None:
+    for option, default in defaults.items():
+        if getattr(style, option) != default:
+            raise InputError(
+                f"an embedding has no option {option}; {name!r} got {option}={getattr(style, option)}; leave it out"
+            )
+
+
+def _sections(sections: int | tuple[int, ...], length: int, name: str) -> tuple[int, ...]:
+    if isinstance(sections, int):
+        if sections < 1 or length % sections:
+            raise InputError(
+                f"sections= must divide the outputs of a layer; {name!r} has {length} outputs for {sections} sections; "
+                f"pass the sizes of the sections"
+            )
+        return () if sections == 1 else (length // sections,) * sections
+    if sum(sections) != length:
+        raise InputError(
+            f"the sizes of sections= must add up to the outputs of the layer; {name!r} has {length} outputs, but "
+            f"{list(sections)} add up to {sum(sections)}; correct the sizes"
+        )
+    return tuple(sections)

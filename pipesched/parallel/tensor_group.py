@@ -1,0 +1,287 @@
+"""Tensor group: the ranks that divide the layers of a stage among themselves, and their collectives.
+
+With P ranks, a tensor of n bytes and shards of ceil(elements / P) elements, each rank sends and receives:
+
+==============  =====================  ==========  ==========
+collective      bytes                  messages    rounds
+==============  =====================  ==========  ==========
+reduce-scatter  (P - 1)/P n            P - 1       1
+all-gather      (P - 1) of its block   P - 1       P - 1
+all-reduce      2 (P - 1)/P n          2 (P - 1)   P
+max             as all-reduce
+==============  =====================  ==========  ==========
+
+A reduce-scatter sends each rank its shard directly, and each rank adds the shards in rank order. So a sum has the same
+bits on all ranks, with any library, and with sequence parallelism as without. An all-gather is a ring. An all-reduce is
+a reduce-scatter and an all-gather.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from pipesched.errors import ExecutionError, InputError
+from pipesched.parallel.traffic_counter import Traffic, TrafficCounter
+
+__all__ = ["ActivationLayout", "TensorGroup"]
+
+#: The all-gather into one tensor, under its name in torch 2.13 or its earlier name.
+_all_gather_single: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+_SLEEP_S = 1e-3  # a sleep may take this much longer than asked
+_LOOK = timedelta(seconds=0.5)  # how often a waiting rank looks whether another rank has failed
+
+
+class ActivationLayout(Enum):
+    """What each rank of a tensor group holds of the activations."""
+
+    WHOLE = "whole"  # each rank holds all of them
+    DIVIDED = "divided"  # a block of the heads or of the hidden units
+    SEQUENCE = "sequence"  # a block of the positions of each sequence
+
+
+class TensorGroup:
+    """The ranks of a tensor group, and their collectives. All methods that return tensors are collective.
+
+    Args:
+        process_group: the processes, whose ranks in the group are the ranks here; None for a group that only counts.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
+        check: raises an exception if another rank has failed; called while a collective waits, and after it failed.
+            Default: nothing is checked.
+
+    Attributes:
+        counter: counts the collectives.
+        layout: what each rank holds of the activations at the present point of a forward.
+        sequence_dim: the dimension of activations that numbers the positions of a sequence.
+
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        rank: int,
+        size: int,
+        check: Callable[[], None] | None = None,
+        sequence_dim: int = 1,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise InputError(f"a rank of a tensor group must be in 0..size-1; got rank {rank} of {size}")
+        self.rank = rank
+        self.size = size
+        self.sequence_dim = sequence_dim
+        self.counter = TrafficCounter()
+        self.layout = ActivationLayout.WHOLE
+        self._process_group = process_group
+        self._check = check
+        self._alone = process_group is None
+        self._took_s: Callable[[Traffic], float] | None = None
+
+    @classmethod
+    def counting(cls, size: int, rank: int = 0) -> "TensorGroup":
+        """Return a group without processes. Its collectives count, and return tensors of the right shape."""
+        return cls(None, rank=rank, size=size)
+
+    @contextmanager
+    def alone(self, took_s: Callable[[Traffic], float] | None = None) -> Iterator[None]:
+        """In the ``with`` block, collectives exchange nothing, but count and return tensors of the right shape.
+
+        ``took_s`` returns how long a collective would take, in seconds, given its traffic. The collectives then wait
+        for so long, so that the measured time of a layer includes them. Default: None (they take no time).
+        """
+        before = self._alone, self._took_s
+        self._alone, self._took_s = True, took_s
+        try:
+            yield
+        finally:
+            self._alone, self._took_s = before
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether collectives exchange nothing."""
+        return self._alone
+
+    def __deepcopy__(self, memo: Any) -> "TensorGroup":
+        return self  # copies of layers exchange tensors with the same ranks
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's block of a whole tensor. Not collective.
+
+        Raises InputError if the dimension is not divided evenly.
+        """
+        length = tensor.shape[dim]
+        if length % self.size:
+            raise InputError(
+                f"activations must be divided evenly among the ranks of a tensor group; dimension {dim} of a tensor of "
+                f"shape {list(tensor.shape)} has {length} elements for {self.size} ranks; pad the tensor to a multiple "
+                f"of {self.size}"
+            )
+        part = length // self.size
+        return tensor.narrow(dim, self.rank * part, part)
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks, added in rank order."""
+        return self._reduced("all-reduce", tensor, _sum)
+
+    @torch.no_grad()
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the largest value of all ranks at each place of the tensor."""
+        return self._reduced("max", tensor, _largest)
+
+    @torch.no_grad()
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the blocks of all ranks, joined in rank order along a dimension."""
+        if self.size == 1:
+            return tensor
+        order = _memory_order(tensor)
+        dim = order.index(dim % tensor.dim())
+        block = tensor.permute(order)
+        blocks = self._gathered("all-gather", block).movedim(0, dim)
+        whole = blocks.reshape(*block.shape[:dim], -1, *block.shape[dim + 1 :])
+        return whole.permute(_inverse(order))
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in rank order. All have the same shape."""
+        with torch.no_grad():
+            return [tensor] if self.size == 1 else [*self._gathered("all-gather", tensor).unbind()]
+
+    @torch.no_grad()
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's block, along a dimension, of the sum of the tensors of all ranks, added in rank order.
+
+        Raises InputError if the dimension is not divided evenly.
+        """
+        if self.size == 1:
+            return tensor
+        order = _memory_order(tensor)
+        part = self.own(tensor, dim).shape[dim]
+        dim = order.index(dim % tensor.dim())
+        blocks = tensor.permute(order).unflatten(dim, (self.size, part)).movedim(dim, 0)
+        own = _sum(self._exchanged("reduce-scatter", blocks.reshape(self.size, -1)))
+        return own.view(blocks.shape[1:]).permute(_inverse(order))
+
+    def _reduced(self, kind: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.size == 1:
+            return tensor.clone()
+        order = _memory_order(tensor)
+        own = tensor.permute(order)
+        flat = own.reshape(-1)
+        missing = -flat.numel() % self.size
+        if missing:
+            flat = torch.cat([flat, flat.new_zeros(missing)])
+        shard = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
+        whole = self._gathered(kind, shard).reshape(-1)
+        return whole[: flat.numel() - missing].view(own.shape).permute(_inverse(order))
+
+    def _exchanged(self, kind: str, shards: Tensor, calls: int = 1) -> Tensor:
+        """Send row r to rank r, and return the rows that all ranks sent to this rank."""
+        nbytes = shards[0].nbytes
+        others = self.size - 1
+        if not self._exchanges(kind, Traffic(calls, others * nbytes, others * nbytes, others, 1), shards):
+            return shards
+        shards = shards.contiguous()
+        received = torch.empty_like(shards)
+        self._run(
+            lambda group: distributed.all_to_all_single(_bytes(received), _bytes(shards), group=group, async_op=True),
+            received,
+        )
+        return received
+
+    def _gathered(self, kind: str, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, stacked."""
+        others = self.size - 1
+        traffic = Traffic(1, others * tensor.nbytes, others * tensor.nbytes, others, others)
+        if not self._exchanges(kind, traffic, tensor):
+            return tensor.expand(self.size, *tensor.shape)
+        tensor = tensor.contiguous()
+        blocks = tensor.new_empty(self.size, *tensor.shape)
+        self._run(
+            lambda group: _all_gather_single(_bytes(blocks), _bytes(tensor), group=group, async_op=True),
+            blocks,
+        )
+        return blocks
+
+    def _exchanges(self, kind: str, traffic: Traffic, tensor: Tensor) -> bool:
+        """Count a collective, and return whether tensors are exchanged. Tensors on the meta device never are."""
+        if tensor.is_meta and not self._alone:
+            return False
+        self.counter.count(kind, traffic)
+        if self._alone and self._took_s is not None and not tensor.is_meta:
+            _wait(self._took_s(traffic))
+        return not self._alone
+
+    def _run(self, start: Callable[[Any], Any], result: Tensor) -> None:
+        try:
+            work = start(self._process_group)
+            if result.device.type != "cpu" or self._check is None:
+                work.wait()
+                return
+            while not _ended(work):
+                self._check()
+        except RuntimeError as error:
+            if isinstance(error, ExecutionError):
+                raise
+            if self._check is not None:
+                self._check()
+            raise ExecutionError(
+                f"all ranks of a tensor group must run the same collectives; one failed on rank {self.rank} of "
+                f"{self.size} ({error}); the first rank that failed says why"
+            ) from error
+
+
+def _ended(work: Any) -> bool:
+    """Wait a moment for a collective, and return whether it has ended. Raises RuntimeError if it failed."""
+    try:
+        work.wait(_LOOK)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """Return the dimensions in the order in which the tensor lies in memory.
+
+    Collectives keep this order, because random functions, such as dropout, draw numbers in this order.
+    """
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _wait(seconds: float) -> None:
+    """Wait for a time that may be shorter than a sleep can be."""
+    end_s = time.perf_counter() + seconds
+    if seconds > _SLEEP_S:
+        time.sleep(seconds - _SLEEP_S)
+    while time.perf_counter() < end_s:
+        pass
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """Add rows in order. Half-precision numbers are added in float32."""
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        return _sum(rows.float()).to(rows.dtype)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _largest(rows: Tensor) -> Tensor:
+    return rows.amax(0)

@@ -1,0 +1,152 @@
+"""Split layers: splits layers of the user's model over the ranks of a tensor group, and finds what each layer gets.
+
+The layers are split in place before the model is captured. So the record of the model has the shapes of this rank's
+blocks. While a pipeline is made, and while layers are measured, the collectives in split layers exchange nothing
+(`RankHost.alone`), because each process runs the layers by itself.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.capture.layered_model import LayeredModel
+from pipesched.capture.stage_module import Wrap
+from pipesched.model.state_guard import set_aside, untouched
+from pipesched.parallel.dropout import DividedRandom
+from pipesched.parallel.styles import divide_losses, split_model
+from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
+from pipesched.parallel.weight_split import SplitWeights
+from pipesched.pipeline.options import Distributed
+from pipesched.runtime.rank_host import RankHost
+from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.meta_tensors import Beside, lacks_contents
+from pipesched.tensors.payload import pytree
+
+__all__ = ["probing", "random_numbers", "split_layers"]
+
+T = TypeVar("T")
+
+_META = torch.device("meta")
+
+
+def split_layers(
+    model: nn.Module, loss_fn: Any, host: RankHost, distributed: Distributed, *, wrap: Wrap | None, compiles: bool
+) -> SplitWeights | None:
+    """Split layers of the model in place over the ranks of the tensor group. Return how, or None if no layer is split.
+
+    Args:
+        model: the user's module.
+        loss_fn: the user's loss, which may take divided logits; None if the model computes its own loss.
+        host: the host of the ranks.
+        distributed: the options, of which ``tensor_parallel`` names the layers.
+        wrap: the user's ``wrap=``, which must be None if layers are split.
+        compiles: whether the user passed ``compile=``, which must be False if layers are split.
+
+    Raises:
+        InputError: the layers cannot be split as ``tensor_parallel=`` asks.
+
+    """
+    distributed.check_tensor_parallel(
+        None if host.grid.in_one_process else host.grid, wraps=wrap is not None, compiles=compiles
+    )
+    if distributed.tensor_parallel is None or host.tensor is None:
+        return None
+    divide_losses(loss_fn, host.tensor)
+    return split_model(model, distributed.tensor_parallel, host.tensor)
+
+
+def probing(host: RankHost, split: SplitWeights | None) -> Callable[[Callable[[], T]], T]:
+    """Return a function that calls a function which runs the model, and returns rank 0's result in all processes.
+
+    If the user may have split layers, whose collectives wait for other ranks, all ranks call the function.
+    """
+    agreed = host.collectives.agreed
+    if host.tensor is None or split is not None:
+        return agreed
+
+    def of_all(make: Callable[[], T]) -> T:
+        own = make()
+        return agreed(lambda: own)
+
+    return of_all
+
+
+def random_numbers(
+    model: nn.Module, layered: LayeredModel, split: SplitWeights | None
+) -> Callable[[torch.device], KeyedRandom]:
+    """Return a function that makes the random numbers of a stage on a device.
+
+    Args:
+        model: the user's module.
+        layered: its layers.
+        split: the weights that the ranks of a tensor group divide; None if no layer is split.
+
+    """
+    if split is None:
+        return KeyedRandom
+    group: Any = split.group
+    return partial(DividedRandom, group=group, layouts=_layouts(model, layered, group))
+
+
+def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dict[str, ActivationLayout]:
+    """Return the layout of the activations that each layer gets, for layers that do not get whole activations.
+
+    The model runs once on the meta device, so that nothing is computed. If its code needs values, it runs with them.
+    """
+    found: dict[str, ActivationLayout] = {}
+    notes = _Notes(layered.modules, group, found)
+    with group.alone(), set_aside(model):
+        try:
+            _run_on_meta(model, *layered.sample, notes)
+        except Exception:  # any error of a model's code
+            if lacks_contents(model):
+                raise
+            _run(model, *layered.sample, notes)
+    group.layout = ActivationLayout.WHOLE
+    return {name: layout for name, layout in found.items() if layout is not ActivationLayout.WHOLE}
+
+
+class _Notes:
+    """Notes the layout at the first call of each layer in a ``with`` block, and copies the notes at its end.
+
+    The notes are made beside ``found``, because the state that hooks reach is restored after a run of the model.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]) -> None:
+        self._layers = layers
+        self._group = group
+        self._found = found
+
+    def __enter__(self) -> None:
+        group = self._group
+        group.layout = ActivationLayout.WHOLE
+        notes: dict[str, ActivationLayout] = {}
+        self._notes = notes
+
+        def note(name: str, *_: Any) -> None:
+            notes.setdefault(name, group.layout)
+
+        self._handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in self._layers.items()]
+
+    def __exit__(self, *_: object) -> None:
+        self._found.clear()
+        self._found.update(self._notes)
+        for handle in self._handles:
+            handle.remove()
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _Notes) -> None:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+    with untouched(model, model.training), torch.no_grad(), notes:
+        model(*args, **kwargs)
+
+
+def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _Notes) -> None:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    own = {name: torch.empty_like(tensor, device=_META) for name, tensor in tensors.items()}
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), (args, kwargs))
+    with untouched(model, model.training), torch.no_grad(), Beside(_META), notes:
+        torch.func.functional_call(model, own, args, kwargs)
