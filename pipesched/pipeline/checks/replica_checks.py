@@ -160,17 +160,19 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int, 
         num_ranks: the number of ranks of one pipeline; with tensor groups, the number of its groups.
         num_replicas: the number of replicas.
         zero: the value of ``zero=``.
-        tensor_size: the number of ranks that split each layer. Default: 1.
+        tensor_size: the number of ranks that split each layer. Not checked if the plan has no tensor groups, because
+            layers that were split when they were measured have plans without groups. Default: 1.
 
     """
     if not isinstance(plan, Plan) or plan.replication is None:
         return
     planned = plan.replication
-    groups = {} if tensor_size == 1 else {"tp": tensor_size}
+    groups = {} if plan.tensor is None else {"tp": tensor_size}  # without groups, layers may have been split before
     if plan.mesh != {"dp": num_replicas, "pp": num_ranks, **groups}:
-        axes = {"pipeline": num_ranks, "replicate": num_replicas, **({"tensor": tensor_size} if groups else {})}
+        axes = {"pipeline": num_ranks, "replicate": num_replicas}
         ranks = counted(num_ranks, "rank")
-        if groups:
+        if tensor_size > 1:
+            axes["tensor"] = tensor_size
             ranks = f"{counted(num_ranks, 'tensor group')} of {tensor_size} ranks"
         raise DeviceCountError(
             f"a mesh must have the axes for which the plan was made; the plan has {plan.ranks}, but the pipeline has "
