@@ -270,7 +270,7 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     found = _best_of_axes(found)
     chosen = simplest((own.best, own.best.step_s) for own in found)
     plan = next(own.tuner for own in found if own.best is chosen).plan(chosen)
-    others = [own.best for own in found if own.best is not chosen][: _SHOWN - 1]
+    others = _shown([own.best for own in found if own.best is not chosen])
     progress(1)
     return replace(plan, alternatives=(chosen.alternative(), *(own.against(chosen, own.label) for own in others)))
 
@@ -331,6 +331,19 @@ def _best_of_axes(found: Iterable[_Division]) -> list[_Division]:
     for own in sorted(found, key=lambda each: each.best.step_s):
         best.setdefault(own.best.label, own)
     return list(best.values())
+
+
+def _shown(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
+    """Return the fastest plans, and the fastest with each number of ranks that split layers. The fastest comes first.
+
+    Args:
+        found: the fastest plan of each division, the fastest first.
+
+    """
+    fastest = {own.tensor_size: own for own in reversed(found)}
+    rest = [own for own in found if fastest[own.tensor_size] is not own]
+    kept = [*fastest.values(), *rest[: max(0, _SHOWN - 1 - len(fastest))]]
+    return sorted(kept, key=lambda own: own.step_s)
 
 
 def _no_division(request: AxesRequest) -> PartitionError:

@@ -154,6 +154,14 @@ def test_the_plan_of_a_larger_choice_is_never_slower():
     assert steps[2] <= steps[1] * 1.005
 
 
+def test_the_alternatives_have_a_plan_for_each_number_of_ranks():
+    plan = without_advice(num_ranks=8, batch_size=16, tensor=(1, 2, 4))
+    assert {other.tensor_size for other in plan.alternatives} == {None, 2, 4}
+    steps = [other.step_s for other in plan.alternatives[1:]]
+    assert steps == sorted(steps)
+    assert len(plan.alternatives) <= 12
+
+
 # ---- texts and files ------------------------------------------------------------------------------------------------
 
 
