@@ -50,6 +50,7 @@ TensorSizes = int | Sequence[int]
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 8_000_000  # actions to simulate in all full searches together
 _SHOWN = 12  # number of alternatives to list
+_ANY_STEP_S = 1e300  # no step takes as long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,10 +249,12 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
         raise _no_division(request)
     solved: dict[TensorAxis | None, dict[Any, Any]] = {}
     divisions = []
-    for number, search in enumerate(searches):
+    for number, search in enumerate(_largest_groups_first(searches)):
         known = solved.setdefault(search.tensor, {})
         tuner = Tuner(replace(search, effort=1), solved=known)  # evaluates only 1F1B
-        if tuner.explore():
+        # With larger groups, less memory is needed: a plan is not squeezed into memory if one is known.
+        in_need = not divisions or len(request.tensor_sizes) == 1
+        if tuner.explore(math.inf if in_need else _ANY_STEP_S):
             divisions.append(_Division(search=search, tuner=tuner, best=tuner.best()[0]))
         progress(0.5 * (number + 1) / len(searches))
     if not divisions:
@@ -331,6 +334,11 @@ def _best_of_axes(found: Iterable[_Division]) -> list[_Division]:
     for own in sorted(found, key=lambda each: each.best.step_s):
         best.setdefault(own.best.label, own)
     return list(best.values())
+
+
+def _largest_groups_first(searches: Iterable[SearchRequest]) -> list[SearchRequest]:
+    """Return the searches with the largest tensor groups first."""
+    return sorted(searches, key=lambda search: 1 if search.tensor is None else search.tensor.size, reverse=True)
 
 
 def _shown(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
