@@ -248,7 +248,7 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     if not searches:
         raise _no_division(request)
     solved: dict[TensorAxis | None, dict[Any, Any]] = {}
-    divisions = []
+    divisions: list[_Division] = []
     for number, search in enumerate(_largest_groups_first(searches)):
         known = solved.setdefault(search.tensor, {})
         tuner = Tuner(replace(search, effort=1), solved=known)  # evaluates only 1F1B
