@@ -3,9 +3,9 @@
     python benchmarks/axes.py [--models 1.7 18 145]
 
 The models are the GPTs of 1.7, 18 and 145 billion parameters of Table 1 of Narayanan et al. 2021 (arXiv:2104.04473),
-with the table's numbers of GPUs and its batches of sequences of 2,048 tokens. pipesched does not implement tensor
-parallelism, so a rank is a group of t GPUs (1, 8 and 8, as in the table) that share the work and the memory of each
-layer. The times of the layers contain the all-reduces inside the group.
+with the table's numbers of GPUs and its batches of sequences of 2,048 tokens. In this comparison, a rank is a group of
+t GPUs (1, 8 and 8, as in the table) that share the work and the memory of each layer. The times of the layers contain
+the all-reduces inside the group.
 
 All figures are simulated. GPUs are A100s with 80 GB (`cost_tables`), eight in a host. A GPU sends 250 GB/s with 5 us of
 latency inside its host, and 25 GB/s with 10 us to other hosts, so a group of 8 GPUs sends 200 GB/s. A parameter

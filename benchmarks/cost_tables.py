@@ -12,7 +12,7 @@ Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward fo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import networkx as nx
@@ -26,7 +26,8 @@ WIDE = 2  # bytes of an element
 class Work:
     """The cost of operations for one micro-batch: seconds, parameters, bytes saved for the backward, and operations.
 
-    ``flops`` are those of products and attention in a forward and a backward.
+    ``flops`` are those of products and attention in a forward and a backward. The last five fields are the parts of the
+    first five that the GPUs of a tensor group divide.
     """
 
     forward_s: float = 0
@@ -35,6 +36,22 @@ class Work:
     parameters: int = 0
     saved_bytes: int = 0
     flops: float = 0
+    split_forward_s: float = 0
+    split_input_grad_s: float = 0
+    split_weight_grad_s: float = 0
+    split_parameters: int = 0
+    split_saved_bytes: int = 0
+
+    def divided(self, *, whole_input: bool = False) -> "Work":
+        """Return the work with all of it divided, but each GPU saves the whole input with ``whole_input``."""
+        return replace(
+            self,
+            split_forward_s=self.forward_s,
+            split_input_grad_s=self.input_grad_s,
+            split_weight_grad_s=self.weight_grad_s,
+            split_parameters=self.parameters,
+            split_saved_bytes=0 if whole_input else self.saved_bytes,
+        )
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -73,9 +90,9 @@ class Device:
         """Return the cost of a norm, projections, attention and residual sum; ``keys``: number of key-value heads."""
         return (
             self.passes(rows * width, 4)
-            + self.product(rows, width, (heads + 2 * keys) * head_dim)
-            + self.attention(rows, sequence, heads, head_dim, causal=causal)
-            + self.product(rows, heads * head_dim, width)
+            + self.product(rows, width, (heads + 2 * keys) * head_dim).divided(whole_input=True)
+            + self.attention(rows, sequence, heads, head_dim, causal=causal).divided()
+            + self.product(rows, heads * head_dim, width).divided()
         )
 
     def feed_forward(
@@ -85,20 +102,21 @@ class Device:
         sent = rows * chosen
         return (
             self.passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are sent to the experts and back
-            + self.product(sent, width, hidden * (2 if gated else 1), experts)
-            + self.passes(sent * hidden, 3 if gated else 2)
-            + self.product(sent, hidden, width, experts)
+            + self.product(sent, width, hidden * (2 if gated else 1), experts).divided(whole_input=True)
+            + self.passes(sent * hidden, 3 if gated else 2).divided()
+            + self.product(sent, hidden, width, experts).divided()
         )
 
     def embedding(self, rows: int, width: int, vocabulary: int) -> Work:
         """Return the cost of one table lookup for each row; the backward adds gradients to the table."""
         seconds = 2 * rows * width * WIDE / self.bytes_per_s
-        return Work(seconds, 0, 2 * seconds, vocabulary * width, rows * 8)
+        size = vocabulary * width
+        return Work(seconds, 0, 2 * seconds, size, rows * 8, split_parameters=size)
 
     def head(self, rows: int, width: int, vocabulary: int) -> Work:
         """Return the cost of a norm, the logits, and their cross-entropy in float32."""
-        logits = self.product(rows, width, vocabulary)
-        return self.passes(rows * width, 3) + logits + self.passes(rows * vocabulary, 2, 4)
+        logits = self.product(rows, width, vocabulary).divided(whole_input=True)
+        return self.passes(rows * width, 3) + logits + self.passes(rows * vocabulary, 2, 4).divided()
 
     def convolution(self, images: int, side: int, given: int, made: int, kernel: int) -> Work:
         """Return the cost of a convolution with output ``side`` x ``side``, its batch norm and its activation."""

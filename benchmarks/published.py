@@ -1,18 +1,20 @@
-"""Published: plans for six published models on 64 to 1,024 ranks, beside the layouts that the papers report.
+"""Published: plans for six published models on 64 to 1,024 GPUs, beside the layouts that the papers report.
 
     python benchmarks/published.py [--models gpt-3-175b ...] [--hosts a100 h100] [--ranks 64 256 1024] [--no-papers]
+        [--tensor 1 2 4 8] [--sequence-parallel]
     python benchmarks/published.py --write      # computes the tables in benchmarks/published again
 
 All figures are simulated. `published_models` computes the tables of layers from the shapes in the papers. A rank is a
-GPU or, for GPT-3 175B and Llama 3 70B, a group of the 8 GPUs of a host that split each layer (tensor parallelism), as
-in `axes.py`. The hosts are DGX A100 and DGX H100: a GPU sends 250 or 375 GB/s with 5 us of latency inside its host (5/6
-of NVLink's 300 and 450 GB/s in one direction), and 25 or 50 GB/s with 10 us to other hosts (network cards of 200 and
-400 Gb/s). A parameter takes 2 bytes, its gradient 2 bytes, and Adam's states with the float32 weight 12 bytes. A rank
-may use 90 % of its memory.
+GPU. The hosts are DGX A100 and DGX H100: a GPU sends 250 or 375 GB/s with 5 us of latency inside its host (5/6 of
+NVLink's 300 and 450 GB/s in one direction), and 25 or 50 GB/s with 10 us to other hosts (network cards of 200 and 400
+Gb/s). A parameter takes 2 bytes, its gradient 2 bytes, and Adam's states with the float32 weight 12 bytes. A rank may
+use 90 % of its memory. Up to 8 GPUs may split each layer (tensor parallelism), as far as they divide the heads.
 
-The first table shows the plans of `pipesched.tune_profile(axes="auto")`, which `pipesched tune --table --replicas auto`
-finds too, and the time to find each, without the searches for advice. "MFU" is the share of the peak of bf16 products;
-recomputed operations do not count, and half of causal attention is left out. Memory is that of a GPU.
+The first table shows the plans of `pipesched.tune_profile(axes="auto", tensor=(1, 2, 4, 8))`, which `pipesched tune
+--table --replicas auto --tensor 1,2,4,8` finds too, and the time to find each, without the searches for advice. "whole
+layers" is the fastest step without split layers among the divisions that the search compared. "MFU" is the share of the
+peak of bf16 products; recomputed operations do not count, and half of causal attention is left out. Memory is that of a
+GPU.
 
 The second table compares layouts of papers with plans for the same GPUs and batch. A paper's layout is simulated with
 the same tables, stages with equal numbers of layers, and the fastest number of chunks for which it fits into memory.
@@ -48,6 +50,8 @@ class Layout:
     source: str
     host: str
     num_gpus: int
+    #: The number of GPUs that split each layer, and the number of such groups in a pipeline.
+    tensor: int = 8
     depth: int
     zero: int
     #: Whether the layers are recomputed.
@@ -55,6 +59,12 @@ class Layout:
     #: The reported TFLOP/s of a GPU, and the factor by which they exceed those without recomputation.
     teraflops: float
     counted: float = 1.0
+    #: Whether the GPUs of a group also divide the sequence.
+    sequence_parallel: bool = False
+
+    @property
+    def replicas(self) -> int:
+        return self.num_gpus // (self.tensor * self.depth)
 
 
 LAYOUTS = {
@@ -80,6 +90,7 @@ LAYOUTS = {
             zero=2,
             recomputes=False,
             teraflops=rate,
+            sequence_parallel=True,
         )
         for gpus, rate in ((8192, 430), (16_384, 400))
     ],
@@ -114,6 +125,9 @@ class Case:
     name: str
     kind: str
     num_ranks: int
+    #: The numbers of GPUs that may split each layer.
+    tensor: tuple[int, ...] = (1, 2, 4, 8)
+    sequence_parallel: bool = False
 
     @property
     def model(self) -> PublishedModel:
@@ -124,20 +138,12 @@ class Case:
         return HOSTS[self.kind]
 
     @property
-    def num_gpus(self) -> int:
-        return self.num_ranks * self.model.group
-
-    @property
-    def limit_bytes(self) -> int:
-        return self.model.group * LIMIT_BYTES
-
-    @property
     def profile(self) -> Profile:
         return Profile.from_table(FOLDER / f"{self.name}-{self.kind}.csv", bytes_per_parameter=2)
 
     def mfu(self, step_s: float) -> float:
         """Return the share of the peak that a step of this time reaches."""
-        return self.model.flops(self.host) / (step_s * self.num_gpus * self.host.device.peak_per_s)
+        return self.model.flops(self.host) / (step_s * self.num_ranks * self.host.device.peak_per_s)
 
     def plan(self) -> Plan:
         """Return the plan of the search."""
@@ -145,30 +151,32 @@ class Case:
             profile=self.profile,
             num_ranks=self.num_ranks,
             batch_size=self.model.batch,
-            memory_limit_bytes=self.limit_bytes,
+            memory_limit_bytes=LIMIT_BYTES,
             links=self.model.links(self.host, self.num_ranks),
             axes="auto",
+            tensor=tuple(size for size in self.tensor if size in self.model.tensor),
+            sequence_parallel=self.sequence_parallel,
         ).find()
 
     def laid_out(self, layout: Layout) -> EvaluatedCandidate | None:
         """Return the fastest plan with a paper's layout that fits into memory; None if none fits."""
         profile = self.profile
-        replicas = self.num_ranks // layout.depth
         request = AxesRequest(
             profile=profile,
             num_ranks=self.num_ranks,
             batch_size=self.model.batch,
             request=PlanRequest(),
-            axes={"pipeline": layout.depth, "replicate": replicas},
+            axes={"pipeline": layout.depth, "replicate": layout.replicas, "tensor": layout.tensor},
             zero=layout.zero,
-            memory_limit_bytes=self.limit_bytes,
+            sequence_parallel=layout.sequence_parallel,
+            memory_limit_bytes=LIMIT_BYTES,
             links=self.model.links(self.host, self.num_ranks),
             options={"ranks_are": "processes"},
         )
         evaluator = CandidateEvaluator(next(request.searches()), SearchEffort(inf))
         fits = [
             found
-            for found in _variants(evaluator, profile.layers, layout, self.model.batch // replicas)
+            for found in _variants(evaluator, profile.layers, layout, self.model.batch // layout.replicas)
             if not any(found.excess_bytes)
         ]
         return min(fits, key=lambda found: found.step_s, default=None)
@@ -196,8 +204,8 @@ def _variants(
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 PLANS = (
-    *("model", "host", "ranks", "planning", "axes", "schedule"),
-    *("micro-batches", "checkpoint", "step", "memory", "MFU"),
+    *("model", "host", "GPUs", "planning", "axes", "schedule"),
+    *("micro-batches", "checkpoint", "step", "whole layers", "memory", "MFU"),
 )
 PAPERS = ("model", "GPUs", "layout", "step", "memory", "MFU")
 
@@ -210,21 +218,29 @@ def plan_cells(case: Case) -> list[str]:
     own = plan.alternatives[0]
     rows = case.model.batch // (own.num_replicas or 1) // own.num_microbatches
     chunks = f", {own.chunks_per_rank} chunks" if own.chunks_per_rank > 1 else ""
-    ranks = str(case.num_ranks) + (f" x {case.model.group} GPUs" if case.model.group > 1 else "")
+    whole = min((other.step_s for other in plan.alternatives if other.tensor_size is None), default=None)
+    took = f"{took_s:.1f} s ({cpu_s:.1f} s CPU)"
     return [
-        *(case.name, case.kind, ranks, f"{took_s:.1f} s ({cpu_s:.1f} s CPU)", own.label, own.schedule + chunks),
+        *(case.name, case.kind, str(case.num_ranks), took, own.label, own.schedule + chunks),
         *(f"{own.num_microbatches} of {rows}", own.checkpoint, f"{own.step_s:.3f} s"),
-        *(f"{own.peak_bytes / case.model.group / 1e9:.1f} GB", f"{case.mfu(own.step_s):.1%}"),
+        *("not among them" if whole is None else f"{whole:.3f} s", f"{own.peak_bytes / 1e9:.1f} GB"),
+        f"{case.mfu(own.step_s):.1%}",
     ]
 
 
-def paper_rows(name: str, layout: Layout) -> Iterator[list[str]]:
+def paper_rows(name: str, layout: Layout, tensor: tuple[int, ...]) -> Iterator[list[str]]:
     """Yield the rows of a paper's layout: as reported, simulated, and our plan for the same GPUs."""
-    case = Case(name=name, kind=layout.host, num_ranks=layout.num_gpus // MODELS[name].group)
+    case = Case(
+        name=name,
+        kind=layout.host,
+        num_ranks=layout.num_gpus,
+        tensor=tensor,
+        sequence_parallel=layout.sequence_parallel,
+    )
     gpus = str(layout.num_gpus)
     reached = layout.teraflops / layout.counted * 1e12
     step_s = case.model.flops(case.host) / (layout.num_gpus * reached)
-    axes = f"t {case.model.group} x p {layout.depth} x d {case.num_ranks // layout.depth}"
+    axes = f"t {layout.tensor} x p {layout.depth} x d {layout.replicas}"
     reported = f"{layout.teraflops:.0f} TFLOP/s"
     yield [
         *(name, gpus, f"{axes}, reported: {reported} ({layout.source})", f"{step_s:.2f} s (from the rate)"),
@@ -235,14 +251,14 @@ def paper_rows(name: str, layout: Layout) -> Iterator[list[str]]:
         yield [name, gpus, f"{axes}, simulated", "exceeds the memory", "", ""]
     else:
         chunks = f"{found.candidate.schedule.name}, {found.candidate.schedule.chunks_per_rank} chunks"
-        memory = f"{max(found.peak_bytes) / case.model.group / 1e9:.1f} GB"
+        memory = f"{max(found.peak_bytes) / 1e9:.1f} GB"
         yield [
             *(name, gpus, f"{axes}, simulated: {chunks}", f"{found.step_s:.2f} s", memory),
             f"{case.mfu(found.step_s):.1%}",
         ]
     own = case.plan().alternatives[0]
     chunks = f"{own.schedule}, {own.chunks_per_rank} chunks, {own.checkpoint}"
-    memory = f"{own.peak_bytes / case.model.group / 1e9:.1f} GB"
+    memory = f"{own.peak_bytes / 1e9:.1f} GB"
     yield [
         *(name, gpus, f"our plan, simulated: {own.label}, {chunks}", f"{own.step_s:.2f} s", memory),
         f"{case.mfu(own.step_s):.1%}",
@@ -266,6 +282,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--hosts", nargs="*", choices=list(HOSTS), default=list(HOSTS))
     parser.add_argument("--ranks", nargs="*", type=int, default=RANKS)
+    parser.add_argument("--tensor", nargs="*", type=int, default=(1, 2, 4, 8), help="GPUs that may split each layer")
+    parser.add_argument("--sequence-parallel", action="store_true", help="they also divide the sequence")
     parser.add_argument("--no-papers", action="store_true", help="leave out the layouts of papers")
     parser.add_argument("--write", action="store_true", help="write the tables of layers, and plan nothing")
     given = parser.parse_args()
@@ -273,18 +291,20 @@ def main() -> None:
         for path, text in tables():
             path.write_text(text, encoding="utf-8")
         return
+    tensor, splits = tuple(given.tensor), given.sequence_parallel
     show_heads(PLANS)
     for name in given.models:
         for kind in given.hosts:
             for num_ranks in given.ranks:
-                show(plan_cells(Case(name=name, kind=kind, num_ranks=num_ranks)))
+                case = Case(name=name, kind=kind, num_ranks=num_ranks, tensor=tensor, sequence_parallel=splits)
+                show(plan_cells(case))
     if given.no_papers:
         return
     print()
     show_heads(PAPERS)
     for name in given.models:
         for layout in LAYOUTS.get(name, []):
-            for cells in paper_rows(name, layout):
+            for cells in paper_rows(name, layout, tensor):
                 show(cells)
     print()
     for name in given.models:

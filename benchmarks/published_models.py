@@ -1,9 +1,11 @@
 """Published models: the shapes of six models from their papers, and tables of their layers for `Profile.from_table`.
 
 `tables` yields the files in benchmarks/published: two for each model, for an A100 and for an H100. The times follow
-from the formulas of `cost_tables`; nothing is measured. If a paper splits the layers of a model over the GPUs of a host
-(tensor parallelism), then a row of the table is a layer on a group of 8 GPUs: the group shares the work, and the times
-contain the all-reduces inside the group: two in a forward, and two in a backward (Narayanan et al. 2021, section 2.3).
+from the formulas of `cost_tables`; nothing is measured. A rank is a GPU. Each row also says which shares of a layer
+the GPUs of a tensor group divide, and what they all-reduce (Narayanan et al. 2021, section 2.3): products and attention
+are divided by columns, rows and heads, embeddings and heads by the vocabulary; a block sums the outputs of attention
+and of the feed-forward layer in its forward, and the gradients of their inputs in its backward. Convolutions and
+patches are not divided.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +25,8 @@ UPDATE_BYTES = 2 * WIDE + 2 * STATE_BYTES + 2  # weight, gradient and states, re
 COLUMNS = (
     *("rows", "name", "inputs", "tied_to", "forward_ms", "backward_ms", "weight_grad_ms", "update_ms"),
     *("parameter_bytes", "output_bytes", "activation_bytes"),
+    *("split_forward", "split_backward", "split_weight_grad", "split_parameters", "split_activations"),
+    *("all_reduce_forward_bytes", "all_reduce_backward_bytes", "all_reduces_forward", "all_reduces_backward"),
 )
 
 
@@ -54,6 +58,9 @@ class TableLayer:
     #: Default: the previous layer. "-": none.
     inputs: str = ""
     tied_to: str = ""
+    #: The sizes of the tensors that a tensor group sums in a forward, and in a backward.
+    forward_sums: tuple[int, ...] = ()
+    backward_sums: tuple[int, ...] = ()
 
 
 TableLayers = Iterator[TableLayer]
@@ -75,10 +82,8 @@ class PublishedModel:
     #: The numbers of rows in a micro-batch, and in a batch.
     sizes: tuple[int, ...] = (1, 2, 4, 8)
     batch: int
-    #: The number of GPUs that split each layer.
-    group: int = 1
-    #: The size of the tensor that an all-reduce inside the group sums, for each row.
-    summed_bytes: int = 0
+    #: The numbers of GPUs that can split each layer: those that divide all heads.
+    tensor: tuple[int, ...] = (1, 2, 4, 8)
 
     def flops(self, host: Host) -> float:
         """Return the operations of a step: those of products and attention, without recomputation."""
@@ -86,49 +91,77 @@ class PublishedModel:
         return sum(layer.work.flops for layer in self.layers(host.device, size)) * self.batch / size
 
     def links(self, host: Host, num_ranks: int) -> Links:
-        """Return the links between the ranks. All network cards of a group serve its messages."""
-        between = replace(host.between, bytes_per_s=self.group * (host.between.bytes_per_s or 0))
-        return Links.of_hosts(HOST // self.group, num_ranks, inside=host.inside, between=between)
+        """Return the links between the ranks. Each GPU has a network card of its own."""
+        return Links.of_hosts(HOST, num_ranks, inside=host.inside, between=host.between)
 
     def lines(self, host: Host) -> Iterator[str]:
         """Yield the lines of the model's table: comments, the names of the columns, and the layers."""
-        ranks = f"a group of {self.group} GPUs ({host.gpu}, 80 GB)" if self.group > 1 else f"an {host.gpu} with 80 GB"
         yield f"# {self.title}"
         yield from (f"# {line}" for line in self.source)
-        yield f"# A rank is {ranks}. rows: the {self.row} of a micro-batch."
-        if self.group > 1:
-            yield "# The group splits each layer; times contain two all-reduces in a forward, and two in a backward."
+        yield f"# A rank is an {host.gpu} with 80 GB. rows: the {self.row} of a micro-batch."
         yield "# Times are computed, not measured: the longer of arithmetic and memory traffic of each operation, at"
         yield "# 60 % of the peak of bf16 products and 80 % of the memory bandwidth (benchmarks/cost_tables.py)."
         yield "# Elements have two bytes. activation_bytes: attention stores no scores (Dao et al. 2022)."
         yield f"# update_ms: {UPDATE_BYTES} bytes a parameter, read or written."
+        yield "# split_*: the shares that the GPUs of a tensor group divide; all_reduce*: what they sum."
         yield "# Written by benchmarks/published.py --write."
         yield ",".join(COLUMNS)
         for size in self.sizes:
-            reduce_s = self._all_reduce_s(host, size)
             for layer in self.layers(host.device, size):
-                yield ",".join(map(str, self._cells(size, layer, host, reduce_s)))
+                yield ",".join(map(str, self._cells(size, layer, host)))
 
-    def _cells(self, size: int, layer: TableLayer, host: Host, reduce_s: float) -> Iterable[str | int]:
-        """Return the cells of a layer's line. ``reduce_s`` is the time of an all-reduce inside the group."""
+    def _cells(self, size: int, layer: TableLayer, host: Host) -> Iterable[str | int]:
+        """Return the cells of a layer's line."""
         work = layer.work
-        reduces_s = 2 * reduce_s * layer.name.startswith("layers.")
-        backward_s = (work.input_grad_s + work.weight_grad_s) / self.group + reduces_s
-        update_s = 0 if layer.tied_to else UPDATE_BYTES * work.parameters / host.device.bytes_per_s / self.group
-        times = work.forward_s / self.group + reduces_s, backward_s, work.weight_grad_s / self.group, update_s
+        backward_s = work.input_grad_s + work.weight_grad_s
+        update_s = 0 if layer.tied_to else UPDATE_BYTES * work.parameters / host.device.bytes_per_s
+        times = work.forward_s, backward_s, work.weight_grad_s, update_s
         sizes = work.parameters * WIDE, layer.output_bytes, work.saved_bytes
-        return size, layer.name, layer.inputs, layer.tied_to, *(f"{seconds * 1e3:.6g}" for seconds in times), *sizes
+        shares = (
+            _share(work.split_forward_s, work.forward_s),
+            _share(work.split_input_grad_s + work.split_weight_grad_s, backward_s),
+            _share(work.split_weight_grad_s, work.weight_grad_s),
+            _share(work.split_parameters, work.parameters),
+            _share(work.split_saved_bytes, work.saved_bytes),
+        )
+        sums = (layer.forward_sums, layer.backward_sums)
+        exchanged = *map(sum, sums), *map(len, sums)
+        seconds = (f"{each * 1e3:.6g}" for each in times)
+        return size, layer.name, layer.inputs, layer.tied_to, *seconds, *sizes, *shares, *exchanged
 
-    def _all_reduce_s(self, host: Host, size: int) -> float:
-        ring = range(self.group)
-        return Links(inside=host.inside).all_reduce_s(size * self.summed_bytes, ring) if self.group > 1 else 0.0
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0:.6g}"
+
+
+def block_of(name: str, work: Work, output_bytes: int, inputs: str = "") -> TableLayer:
+    """Return a block with attention and a feed-forward layer, whose outputs and gradients a tensor group sums."""
+    sums = (output_bytes, output_bytes)
+    return TableLayer(
+        name=name, work=work, output_bytes=output_bytes, inputs=inputs, forward_sums=sums, backward_sums=sums
+    )
+
+
+def head_of(device: Device, rows: int, width: int, vocabulary: int, tied_to: str = "") -> TableLayer:
+    """Return the head and its loss: a tensor group sums three numbers of a row, and the gradients of the input.
+
+    The three numbers are the largest logit, the sum of exponentials and the logit of the label.
+    """
+    return TableLayer(
+        name="head",
+        work=device.head(rows, width, vocabulary),
+        output_bytes=4,
+        tied_to=tied_to,
+        forward_sums=(4 * rows,) * 3,
+        backward_sums=(rows * width * WIDE,),
+    )
 
 
 def language_model(embedding: Work, blocks: Sequence[Work], head: TableLayer, given: int) -> TableLayers:
     """An embedding, blocks whose outputs have ``given`` bytes, and a head."""
-    yield TableLayer(name="embedding", work=embedding, output_bytes=given)
+    yield TableLayer(name="embedding", work=embedding, output_bytes=given, forward_sums=(given,))
     for layer, block in enumerate(blocks):
-        yield TableLayer(name=f"layers.{layer}", work=block, output_bytes=given)
+        yield block_of(f"layers.{layer}", block, given)
     yield head
 
 
@@ -141,7 +174,7 @@ def gpt_3_175b(device: Device, sequences: int) -> TableLayers:
     embedding = device.embedding(rows, width, vocabulary)
     positions = 2048 * width
     first = replace(embedding, parameters=embedding.parameters + positions)
-    head = TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4, tied_to="embedding")
+    head = head_of(device, rows, width, vocabulary, tied_to="embedding")
     yield from language_model(first, [block] * 96, head, given)
 
 
@@ -151,7 +184,7 @@ def llama_3_70b(device: Device, sequences: int) -> TableLayers:
     given = rows * width * WIDE
     block = device.self_attention(rows, 8192, width, 64, 128, 8, causal=True)
     block += device.feed_forward(rows, width, 28_672, gated=True)
-    head = TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4)
+    head = head_of(device, rows, width, vocabulary)
     yield from language_model(device.embedding(rows, width, vocabulary), [block] * 80, head, given)
 
 
@@ -163,7 +196,7 @@ def mixtral_8x7b(device: Device, sequences: int) -> TableLayers:
     block = device.self_attention(rows, tokens, width, 32, 128, 8, causal=True)
     block += device.feed_forward(rows, width, 14_336, gated=True, experts=8, chosen=2)
     block += device.product(rows, width, 8)  # the router
-    head = TableLayer(name="head", work=device.head(rows, width, vocabulary), output_bytes=4)
+    head = head_of(device, rows, width, vocabulary)
     yield from language_model(device.embedding(rows, width, vocabulary), [block] * 32, head, given)
 
 
@@ -178,9 +211,9 @@ def vit_22b(device: Device, images: int) -> TableLayers:
     positions = patches * width
     yield TableLayer(name="patches", work=replace(first, parameters=first.parameters + positions), output_bytes=given)
     for layer in range(48):
-        yield TableLayer(name=f"layers.{layer}", work=block, output_bytes=given)
-    head = device.passes(rows * width, 1) + device.head(images, width, classes)
-    yield TableLayer(name="head", work=head, output_bytes=4)
+        yield block_of(f"layers.{layer}", block, given)
+    head = head_of(device, images, width, classes)
+    yield replace(head, work=device.passes(rows * width, 1) + head.work)
 
 
 def t5_11b(device: Device, sequences: int) -> TableLayers:
@@ -194,23 +227,32 @@ def t5_11b(device: Device, sequences: int) -> TableLayers:
     encoder = device.self_attention(read, 512, width, heads, 128, heads, causal=False)
     encoder += device.feed_forward(read, width, hidden, gated=False)
     decoder = device.self_attention(written, 114, width, heads, 128, heads, causal=True)
-    decoder += device.passes(written * width, 4) + device.product(written, width, inner)
-    decoder += device.product(read, width, 2 * inner)  # keys and values of the encoder's output
-    decoder += device.attention(written, 512, heads, 128, causal=False) + device.product(written, inner, width)
+    decoder += device.passes(written * width, 4) + device.product(written, width, inner).divided(whole_input=True)
+    decoder += device.product(read, width, 2 * inner).divided(whole_input=True)  # keys and values of the encoder
+    decoder += device.attention(written, 512, heads, 128, causal=False).divided()
+    decoder += device.product(written, inner, width).divided()
     decoder += device.feed_forward(written, width, hidden, gated=False)
     first, tied = "encoder.embedding", {"tied_to": "encoder.embedding"}
     seen, made = read * width * WIDE, written * width * WIDE
-    yield TableLayer(name=first, work=device.embedding(read, width, vocabulary), output_bytes=seen)
+    work = device.embedding(read, width, vocabulary)
+    yield TableLayer(name=first, work=work, output_bytes=seen, forward_sums=(seen,))
     for layer in range(24):
-        yield TableLayer(name=f"encoder.{layer}", work=encoder, output_bytes=seen)
+        yield block_of(f"encoder.{layer}", encoder, seen)
     second = device.embedding(written, width, vocabulary)
-    yield TableLayer(name="decoder.embedding", work=second, output_bytes=made, inputs="-", **tied)
+    yield TableLayer(name="decoder.embedding", work=second, output_bytes=made, inputs="-", forward_sums=(made,), **tied)
     before = "decoder.embedding"
     for layer in range(24):
         name = f"decoder.{layer}"
-        yield TableLayer(name=name, work=decoder, output_bytes=made, inputs=f"{before}|encoder.23")
+        yield TableLayer(
+            name=name,
+            work=decoder,
+            output_bytes=made,
+            inputs=f"{before}|encoder.23",
+            forward_sums=(made,) * 3,
+            backward_sums=(made, made, seen, made),  # seen: the gradient of the encoder's output
+        )
         before = name
-    yield TableLayer(name="head", work=device.head(written, width, vocabulary), output_bytes=4, **tied)
+    yield head_of(device, written, width, vocabulary, **tied)
 
 
 def sdxl(device: Device, images: int) -> TableLayers:
@@ -297,15 +339,20 @@ class UNet:
                 work += self._device.product(self._images * side**2, made, made)
             inputs = f"{self._last}|{residual}" if number == blocks - 1 and blocks > 1 else ""
             self._last = f"{name}.{number}"
-            yield TableLayer(name=self._last, work=work, output_bytes=size, inputs=inputs)
+            sums = (size,) * 3
+            yield TableLayer(
+                name=self._last, work=work, output_bytes=size, inputs=inputs, forward_sums=sums, backward_sums=sums
+            )
 
     def _transformer(self, tokens: int, width: int) -> Work:
         """Return the work of a block: attention in the image, attention to 77 tokens of text, and a feed-forward."""
         rows, heads = self._images * tokens, width // 64
         work = self._device.self_attention(rows, tokens, width, heads, 64, heads, causal=False)
-        work += self._device.passes(rows * width, 4) + self._device.product(rows, width, width)
-        work += self._device.product(77 * self._images, 2048, 2 * width)
-        work += self._device.attention(rows, 77, heads, 64, causal=False) + self._device.product(rows, width, width)
+        work += self._device.passes(rows * width, 4)
+        work += self._device.product(rows, width, width).divided(whole_input=True)
+        work += self._device.product(77 * self._images, 2048, 2 * width).divided(whole_input=True)
+        work += self._device.attention(rows, 77, heads, 64, causal=False).divided()
+        work += self._device.product(rows, width, width).divided()
         return work + self._device.feed_forward(rows, width, 4 * width, gated=True)
 
 
@@ -320,8 +367,6 @@ MODELS = {
         layers=gpt_3_175b,
         row="sequences",
         batch=1536,
-        group=8,
-        summed_bytes=2048 * 12288 * WIDE,
     ),
     "llama-3-70b": PublishedModel(
         title="Llama 3 70B: 80 layers of width 8192 with 64 heads and 8 key-value heads, sequences of 8192 tokens",
@@ -334,8 +379,6 @@ MODELS = {
         row="sequences",
         sizes=(1, 2, 4),
         batch=2048,
-        group=8,
-        summed_bytes=8192 * 8192 * WIDE,
     ),
     "mixtral-8x7b": PublishedModel(
         title="Mixtral 8x7B: 32 layers of width 4096 with 8 experts, sequences of 32768 tokens",
@@ -381,6 +424,7 @@ MODELS = {
         num_parameters=2.567e9,
         layers=sdxl,
         row="images",
+        tensor=(1, 2),  # the widths 640 and 1280 have 10 and 20 heads
         batch=2048,
     ),
 }

@@ -21,6 +21,7 @@ from pipesched.cli.options import (
     as_bytes,
     as_optimizer,
     as_replicas,
+    as_tensor_sizes,
     echo,
     read_links,
     write,
@@ -152,6 +153,15 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     show_default=True,
     help="Training state split across replicas: 0 none, 1 optimizer, 2 also gradients, 3 also weights.",
 )
+@click.option(
+    "--tensor",
+    callback=as_tensor_sizes,
+    help="Number of ranks that split each layer, or the numbers from which to choose with --replicas auto, such as "
+    "1,2,4,8.  [default: 1]",
+)
+@click.option(
+    "--sequence-parallel", is_flag=True, help="These ranks also divide the sequence in norms and residual sums."
+)
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(
     "--schedule",
@@ -202,13 +212,14 @@ def tune(model: str | None, *, output: tuple[Path, ...], width: int | None, **ch
       pipesched tune script.py:make --ranks 2 --batch 64 --confirm 3
       pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
       pipesched tune profile.json --ranks 64 --batch 512 --replicas auto --memory-limit 72GB
+      pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 64 --replicas auto --tensor 1,2,4,8
       pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 16 --links links.json -o plan.json -o plan.png
     """
     from pipesched.planning.report.report import Report
 
     ranks = choices["ranks"]
     plan = _tuned(model, **choices)
-    used = plan.program.num_ranks * (plan.replication.num_replicas if plan.replication else 1)
+    used = plan.num_devices
     unused = [f"the plan uses {used} of {counted(ranks, 'rank')}"] if used < ranks else []
     report = Report(plan, notes=unused)
     _print(report, width)
@@ -225,6 +236,8 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     ranks: int,
     replicas: Any,
     zero: str,
+    tensor: tuple[int, ...],
+    sequence_parallel: bool,
     memory_limit: int | None,
     links: Path | None,
     confirm: int,
@@ -254,7 +267,9 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
         "all_ranks": all_ranks,
         "offload": "auto" if offload is None else offload,
         "links": None if links is None else read_links(links),
-        "axes": {"pipeline": ranks // replicas, "replicate": replicas} if isinstance(replicas, int) else replicas,
+        "axes": _axes(ranks, replicas, tensor),
+        "tensor": tensor if replicas == "auto" else 1,
+        "sequence_parallel": sequence_parallel,
         "zero": int(zero) if zero.isdigit() else "auto",
         "optimizer": optimizer,
         "progress": sys.stderr.isatty(),
@@ -266,6 +281,20 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     if is_profile and not confirm:
         return pipesched.tune_profile(str(model), ranks_are="threads", **options)
     return pipesched.tune(*((model,) if is_profile else _model(str(model))), confirm=confirm, **options)
+
+
+def _axes(ranks: int, replicas: Any, tensor: tuple[int, ...]) -> Any:
+    """Return the argument ``axes`` for the options --replicas and --tensor."""
+    if replicas == "auto" or (replicas is None and tensor == (1,)):
+        return replicas
+    if len(tensor) > 1:
+        raise click.UsageError(
+            f"--tensor with several numbers needs --replicas auto, which chooses among them; got --tensor "
+            f"{','.join(map(str, tensor))}; pass one number, or --replicas auto"
+        )
+    count = replicas or 1
+    groups = {} if tensor == (1,) else {"tensor": tensor[0]}
+    return {"pipeline": ranks // (count * tensor[0]), "replicate": count, **groups}
 
 
 def _schedule(text: str) -> str | Schedule:

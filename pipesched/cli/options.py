@@ -26,6 +26,7 @@ __all__ = [
     "as_bytes",
     "as_optimizer",
     "as_replicas",
+    "as_tensor_sizes",
     "echo",
     "read_links",
     "write",
@@ -95,6 +96,14 @@ def as_replicas(_: Any, __: Any, text: str | None) -> int | str | None:
     if not text.isdecimal() or not int(text):
         raise click.BadParameter(f"{text!r} is not a number of replicas; pass a whole number of at least 1, or auto")
     return int(text)
+
+
+def as_tensor_sizes(_: Any, __: Any, text: str | None) -> tuple[int, ...]:
+    """Parse numbers of ranks that may split each layer, such as ``1,2,4,8``; None means 1."""
+    sizes = "1" if text is None else text
+    if not all(size.strip().isdecimal() and int(size) for size in sizes.split(",")):
+        raise click.BadParameter(f"{text!r} is not a list of numbers of ranks; for example, pass 8, or 1,2,4,8")
+    return tuple(map(int, sizes.split(",")))
 
 
 def read_links(path: Path) -> Links:

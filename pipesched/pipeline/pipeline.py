@@ -1222,7 +1222,7 @@ def _check_replicas(
     num_replicas = len(grid.rows)
     distributed.check_zero(num_replicas=num_replicas, has_optimizers=has_optimizers)
     numerics.check_reduction_order(num_replicas=num_replicas, zero=distributed.zero)
-    check_axes(plan, len(grid.all_devices), num_replicas, distributed.zero)
+    check_axes(plan, len(grid.all_devices), num_replicas, distributed.zero, len(grid.every_plane))
 
 
 def _hold_blocks(running: RunningPlan) -> bool:

@@ -26,6 +26,8 @@ from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.size_fit import Size, SizeFit
+from pipesched.simulation.tensor_axis import TensorAxis
+from pipesched.simulation.tensor_split import TensorShares, TensorTraffic
 
 __all__ = ["learn_decided_types", "learn_sent_values", "learn_step_types"]
 
@@ -51,6 +53,9 @@ _DECIDED = (
     Link,
     Links,
     Replication,
+    TensorAxis,
+    TensorShares,
+    TensorTraffic,
     Completion,
     Size,
     SizeFit,

@@ -20,7 +20,7 @@ from pipesched.pipeline.options import Distributed
 from pipesched.pipeline.plan_trials import PlanTrial
 from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.planning.adviser import advised
-from pipesched.planning.axes_search import Axes, Zero
+from pipesched.planning.axes_search import Axes, TensorSizes, Zero, check_tensor
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
@@ -81,6 +81,8 @@ def tune(
     effort: int | None = None,
     axes: Axes | None = None,
     zero: Zero = "auto",
+    tensor: TensorSizes = 1,
+    sequence_parallel: bool = False,
     confirm: int | None = None,
     prove: bool = False,
     progress: bool = False,
@@ -148,9 +150,15 @@ def tune(
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
             batch_size counts the rows of all replicas; num_microbatches counts the micro-batches of one replica.
-            Default: None (one pipeline).
+            A mapping can also have the number of ranks that split each layer, ``"tensor"``. Default: None (one
+            pipeline).
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
             fastest of 0, 2 and 3 that stays within the memory limit; with 3, a step gathers weights before each use.
+        tensor: with ``axes="auto"``, the numbers of ranks from which the search chooses the number that split each
+            layer (tensor parallelism), such as ``(1, 2, 4, 8)``. The profile must say what can be split. Another number
+            changes sums, so losses agree only within rounding. Default: 1 (layers are not split).
+        sequence_parallel: whether the ranks that split a layer also divide the sequence in norms, dropouts, residual
+            sums and messages between stages. Default: False.
         confirm: the number of plans in trial runs. tune runs the plans with the shortest predicted steps. Default: up
             to 3 for a model with devices or a mesh (fewer if steps take longer than about half a second), else 0. With
             num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
@@ -192,6 +200,7 @@ def tune(
         ranks_are = "processes"
     _check_axes(axes, num_ranks, confirm)
     check_effort(effort, axes, zero)
+    check_tensor(axes, tensor, sequence_parallel)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
@@ -221,6 +230,8 @@ def tune(
         effort=_EFFORT_WITH_TRIALS if count and effort is None else effort,
         axes=axes,
         zero=zero,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
         updates=optimizer is not None,
     )
 

@@ -73,7 +73,11 @@ class _Adviser:
         own = self.plan.replication
         if self.search.axes is None or own is None:
             return {}
-        return {"axes": {"pipeline": self.plan.program.num_ranks, "replicate": own.num_replicas}, "zero": own.zero}
+        groups = {} if self.plan.tensor is None else {"tensor": self.plan.tensor.size}
+        axes = {"pipeline": self.plan.program.num_ranks, "replicate": own.num_replicas, **groups}
+        splits = self.plan.tensor is not None and self.plan.tensor.sequence_parallel
+        chosen = {} if self.search.tensor == 1 else {"tensor": 1, "sequence_parallel": splits}
+        return {"axes": axes, "zero": own.zero, **chosen}
 
     def _request(self, arguments: dict[str, Any]) -> SearchRequest:
         """Return the request for the plan after a change. With replicas, their division stays."""
@@ -276,8 +280,7 @@ class _Adviser:
         search = self.search
         ranks = search.num_ranks * _TIMES
         links = _extended(search.links, ranks)
-        used = self.plan.program.num_ranks * (self.plan.replication.num_replicas if self.plan.replication else 1)
-        if used < search.num_ranks or (links is None and search.links is not None) or self._has_limits:
+        if self.plan.num_devices < search.num_ranks or (links is None and search.links is not None) or self._has_limits:
             return
         change: dict[str, Any] = {"num_ranks": ranks, "links": links}
         if self._pinned:
@@ -310,7 +313,10 @@ class _Adviser:
         words = change.words
         if self._pinned:
             axes = arguments["axes"]
-            words += f" as {counted(axes['replicate'], 'replica')} of {counted(axes['pipeline'], 'rank')}"
+            groups = axes.get("tensor", 1)
+            pipeline = counted(axes["pipeline"], "rank" if groups == 1 else "tensor group")
+            pipeline += "" if groups == 1 else f" of {groups} ranks"
+            words += f" as {counted(axes['replicate'], 'replica')} of {pipeline}"
         return NextStep(
             cause=change.cause,
             change=words,
@@ -332,5 +338,6 @@ def _extended(links: Links | None, num_ranks: int) -> Links | None:
         return links
     size = links.hosts.count(links.hosts[0])
     grown = Links.of_hosts(size, num_ranks, inside=links.inside, between=links.between, contended=links.contended)
+    grown = replace(grown, algorithm=links.algorithm)
     plain = not links.special and not links.collectives
     return grown if plain and grown.hosts[: len(links.hosts)] == links.hosts else None

@@ -35,10 +35,12 @@ class Alternative:
     measured_s: float | None = None
     #: Step time in seconds, predicted before measured steps corrected the costs. None: the plan did not run.
     first_s: float | None = None
-    #: The number of replicas, each with ``num_ranks`` ranks. None: replicas were not considered.
+    #: The number of replicas, each with ``num_ranks`` ranks or tensor groups. None: replicas were not considered.
     num_replicas: int | None = None
     #: The value of ``zero=``. None: replicas were not considered.
     zero: int | None = None
+    #: The number of ranks that split each layer. None: layers are not split.
+    tensor_size: int | None = None
     #: Why the plan was not chosen; "" for the chosen plan.
     note: str = ""
 
@@ -76,4 +78,14 @@ def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | No
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 
 
-_NUMBERS = ("step_s", "bubble_ratio", "peak_bytes", "limit_bytes", "measured_s", "first_s", "num_replicas", "zero")
+_NUMBERS = (
+    "step_s",
+    "bubble_ratio",
+    "peak_bytes",
+    "limit_bytes",
+    "measured_s",
+    "first_s",
+    "num_replicas",
+    "zero",
+    "tensor_size",
+)

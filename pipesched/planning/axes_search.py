@@ -1,4 +1,4 @@
-"""Axes search: divides ranks into pipelines and replicas, and finds the plan with the shortest simulated step.
+"""Axes search: divides ranks into pipelines, replicas and tensor groups, for the shortest simulated step.
 
 Each division of the ranks is searched separately (`pipesched.planning.tuner`), with the batch of one replica. The first
 pass evaluates only 1F1B for each division. The stages of this 1F1B plan give a lower bound on the division's step time.
@@ -6,14 +6,18 @@ Of two divisions that differ only in the numbering of the ranks, the faster one 
 divisions in full, in the order of their promise: the mean of the step of 1F1B and the bound. It begins with the most
 promising value of ``zero=`` for each depth of the pipelines, because values of ``zero=`` differ less than depths. It
 leaves out divisions whose bound is not below the best step time, and ends when it has used up its effort.
+
+If the user allows it, ranks also form tensor groups that split each layer. For each size of the groups, the layers get
+the costs of one rank of a group, and one rank of each group is divided into pipelines and replicas as above.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pipesched.checks import is_count, is_whole, shown
-from pipesched.errors import MemoryLimitError, PartitionError
+from pipesched.checks import check_type, is_count, is_whole, shown
+from pipesched.errors import InputError, MemoryLimitError, PartitionError
 from pipesched.planning.candidates import microbatch_counts
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import Plan
@@ -24,15 +28,21 @@ from pipesched.program.completion import Completion
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ZERO_LEVELS, ReplicaCosts, Replication
+from pipesched.simulation.tensor_axis import TensorAxis
+from pipesched.simulation.tensor_costs import TensorCosts, can_be_split
 from pipesched.units import counted
 
-__all__ = ["Axes", "AxesRequest", "Zero", "find_axes"]
+__all__ = ["Axes", "AxesRequest", "TensorSizes", "Zero", "check_tensor", "find_axes"]
 
-#: The number of ranks per pipeline and the number of replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
+#: The number of ranks per pipeline and the number of replicas, as {"pipeline": 8, "replicate": 8}, or "auto". A mapping
+#: can also have the number of ranks that split each layer ("tensor").
 Axes = Literal["auto"] | Mapping[str, int]
 
 #: The ZeRO level, which determines the tensors that are split across replicas: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
+
+#: The numbers of ranks that may split each layer: one number, or several.
+TensorSizes = int | Sequence[int]
 
 #: The values of zero= that "auto" tries, and whether weights are gathered only once per step. zero=1 is not tried,
 #: because zero=1 never needs less peak memory than zero=2, and sends more bytes. zero=3 needs less memory than zero=2
@@ -40,6 +50,7 @@ Zero = Literal["auto"] | int
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 8_000_000  # actions to simulate in all full searches together
 _SHOWN = 12  # number of alternatives to list
+_ANY_STEP_S = 1e300  # no step takes as long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,10 @@ class AxesRequest:
     memory_limit_bytes: MemoryLimit | None = None
     #: The links between all ranks. None: the links of the profile's machine.
     links: Links | None = None
+    #: The numbers of ranks that may split each layer. A mapping in ``axes`` states this number itself.
+    tensor: TensorSizes = 1
+    #: Whether these ranks also divide the sequence between the split parts.
+    sequence_parallel: bool = False
     #: Other arguments of `SearchRequest.of`.
     options: Mapping[str, Any]
 
@@ -71,42 +86,68 @@ class AxesRequest:
             )
         if self.zero != "auto" and (not is_whole(self.zero) or self.zero not in ZERO_LEVELS):
             raise PartitionError(f"zero= must be 'auto', 0, 1, 2 or 3; got {shown(self.zero)}; choose one of them")
-        if isinstance(self.axes, str) and self.axes == "auto":
-            return
-        rule = (
-            "axes= must be 'auto', or a mapping with the number of ranks per pipeline ('pipeline') and the number of "
-            "replicas ('replicate')"
-        )
-        remedy = "for example, pass axes={'pipeline': 4, 'replicate': 2}"
-        if not isinstance(self.axes, Mapping) or {*self.axes} != {"pipeline", "replicate"}:
-            raise PartitionError(f"{rule}; got {shown(self.axes)}; {remedy}")
-        if not all(map(is_count, self.axes.values())):
-            raise PartitionError(f"{rule}; got {shown(self.axes)}; pass whole numbers, at least 1")
-        if self.axes["pipeline"] * self.axes["replicate"] != self.num_ranks:
+        check_tensor(self.axes, self.tensor, self.sequence_parallel)
+        if max(self.tensor_sizes) > 1 and not can_be_split(self.profile):
             raise PartitionError(
-                f"the product of the numbers in axes= must be the number of ranks; got {shown(self.axes)} for "
+                f"a tensor group can divide only what the profile says can be split; got the sizes "
+                f"{', '.join(map(str, self.tensor_sizes))} of tensor groups for a profile without split_forward in any "
+                f"layer; add the column split_forward to the table of layers (docs/howto/tables.md), or leave tensor= "
+                f"out"
+            )
+        if isinstance(self.axes, str):
+            return
+        self._check_mapping(self.axes)
+
+    def _check_mapping(self, axes: Mapping[str, int]) -> None:
+        """Raise PartitionError unless the product of the axes is the number of ranks, and replicas divide the batch."""
+        if math.prod(axes.values()) != self.num_ranks:
+            raise PartitionError(
+                f"the product of the numbers in axes= must be the number of ranks; got {shown(axes)} for "
                 f"{counted(self.num_ranks, 'rank')}; change axes= or the number of ranks"
             )
-        if self.batch_size % self.axes["replicate"]:
+        if self.batch_size % axes["replicate"]:
             raise PartitionError(
                 f"the number of replicas must divide the batch; {self.batch_size} rows cannot be divided evenly among "
-                f"{self.axes['replicate']} replicas; correct batch_size= or axes="
+                f"{axes['replicate']} replicas; correct batch_size= or axes="
             )
+
+    @property
+    def tensor_sizes(self) -> list[int]:
+        """The numbers of ranks that may split each layer, in ascending order."""
+        if isinstance(self.axes, Mapping):
+            return [self.axes.get("tensor", 1)]
+        return [self.tensor] if isinstance(self.tensor, int) else sorted({*self.tensor})
 
     def searches(self) -> Iterator[SearchRequest]:
         """Yield a search request for each allowed division of the ranks into pipelines and replicas.
 
         The division that needs the least memory comes last.
         """
-        for num_ranks, replication in self._divisions():
-            own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
+        for size in self.tensor_sizes:
+            if self.num_ranks % size == 0:
+                yield from self._searches_of(None if size == 1 else self._axis(size))
+
+    def _axis(self, size: int) -> TensorAxis:
+        return TensorAxis(size=size, sequence_parallel=self.sequence_parallel)
+
+    def _searches_of(self, tensor: TensorAxis | None) -> Iterator[SearchRequest]:
+        """Yield the search requests with these tensor groups. A rank in a request stands for one group."""
+        profile, links = self.profile, self.links or self.profile.machine.links
+        total, size = self.num_ranks, 1 if tensor is None else tensor.size
+        if tensor is not None:
+            costs = TensorCosts(tensor, self.num_ranks, links)
+            profile, links, total = costs.divided(profile), costs.links_of_planes(), self.num_ranks // size
+        for num_ranks, replication in self._divisions(total, links):
+            own = ReplicaCosts(replication, num_ranks, links)
             batch_size = self.batch_size // replication.num_replicas
             count = self.request.num_microbatches
-            counts = microbatch_counts(batch_size, num_ranks, self.profile.graphs) if count is None else [count]
+            # Tensor groups may have as many micro-batches as a pipeline of all their ranks.
+            known = microbatch_counts(batch_size, num_ranks * size, profile.graphs)
+            counts = known if count is None else [count]
             if not counts or counts[0] > batch_size:
                 continue
             yield SearchRequest.of(
-                self.profile,
+                profile,
                 num_ranks,
                 batch_size,
                 self.request,
@@ -115,33 +156,80 @@ class AxesRequest:
                 links=own.pipeline_links(),
                 all_ranks=True,
                 replica_costs=own,
+                tensor=tensor,
                 completion=Completion(updates=True),
                 **self.options,
             )
 
-    def _divisions(self) -> Iterator[tuple[int, Replication]]:
-        """For each division of the ranks, yield the number of ranks per pipeline and the settings of the replicas."""
+    def _divisions(self, total: int, links: Links | None) -> Iterator[tuple[int, Replication]]:
+        """For each division of the ranks, yield the number of ranks per pipeline and the settings of the replicas.
+
+        Args:
+            total: the number of ranks.
+            links: the links between them.
+
+        """
         given = None if isinstance(self.axes, str) else self.axes["replicate"]
         choices: Sequence[tuple[int, bool]] = _TRIED_LEVELS
         if self.zero != "auto":
             choices = [(int(self.zero), True), *([(3, False)] if self.zero == 3 else [])]
-        for count in range(self.num_ranks, 0, -1):
-            num_ranks = self.num_ranks // count
-            if given not in (None, count) or self.num_ranks % count or self.batch_size % count:
+        for count in range(total, 0, -1):
+            num_ranks = total // count
+            if given not in (None, count) or total % count or self.batch_size % count:
                 continue
             if num_ranks > len(self.profile.layers):
                 continue
             for zero, once in choices if count > 1 else [(0, True)]:
                 made = Replication(num_replicas=count, zero=zero, gather_once=once)
                 yield num_ranks, made
-                if self._order_matters and count > 1 and num_ranks > 1:
+                if _order_matters(links) and count > 1 and num_ranks > 1:
                     yield num_ranks, replace(made, consecutive="replicas")
 
-    @property
-    def _order_matters(self) -> bool:
-        """Whether links between ranks differ. If so, the numbering of the ranks affects the step time."""
-        links = self.links or self.profile.machine.links
-        return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
+
+def check_tensor(axes: Any, tensor: Any, sequence_parallel: Any) -> None:
+    """Raise an error for wrong axes or tensor sizes, and for tensor sizes that contradict the axes.
+
+    Raises PartitionError for wrong values, and InputError for a contradiction.
+    """
+    sizes = [tensor] if isinstance(tensor, int) else tensor
+    if not isinstance(sizes, list | tuple) or not sizes or not all(map(is_count, sizes)):
+        raise PartitionError(
+            f"tensor= must have the numbers of ranks that may split each layer, at least 1; got {shown(tensor)}; for "
+            f"example, pass tensor=(1, 2, 4, 8)"
+        )
+    check_type(sequence_parallel, bool, "sequence_parallel= must be True or False", "pass one of them")
+    if axes is not None and axes != "auto":
+        _check_names(axes)
+    own = axes.get("tensor", 1) if isinstance(axes, Mapping) else max(sizes)
+    if max(sizes) > 1 and axes != "auto":
+        got = "without axes=" if axes is None else f"with axes={shown(axes)}"
+        raise InputError(
+            f"tensor= has the numbers of ranks from which axes='auto' chooses; got tensor={shown(tensor)} {got}; pass "
+            f"axes='auto', or an axes= with the number of ranks that split each layer ('tensor')"
+        )
+    if sequence_parallel and own == 1:
+        raise InputError(
+            "sequence_parallel=True divides the sequence among the ranks that split each layer; no layer is split, "
+            "because all tensor groups have 1 rank; pass tensor=(1, 2, 4, 8), or leave sequence_parallel= out"
+        )
+
+
+def _check_names(axes: Any) -> None:
+    """Raise PartitionError unless a mapping has the sizes of the axes."""
+    rule = (
+        "axes= must be 'auto', or a mapping with the number of ranks per pipeline ('pipeline') and the number of "
+        "replicas ('replicate'), and it may have the number of ranks that split each layer ('tensor')"
+    )
+    remedy = "for example, pass axes={'pipeline': 4, 'replicate': 2}"
+    if not isinstance(axes, Mapping) or {*axes} - {"tensor"} != {"pipeline", "replicate"}:
+        raise PartitionError(f"{rule}; got {shown(axes)}; {remedy}")
+    if not all(map(is_count, axes.values())):
+        raise PartitionError(f"{rule}; got {shown(axes)}; pass whole numbers, at least 1")
+
+
+def _order_matters(links: Links | None) -> bool:
+    """Return whether links between ranks differ. If so, the numbering of the ranks affects the step time."""
+    return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
 
 
 def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _: None) -> Plan:
@@ -159,11 +247,14 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     searches = list(request.searches())
     if not searches:
         raise _no_division(request)
-    solved: dict[Any, Any] = {}
-    divisions = []
-    for number, search in enumerate(searches):
-        tuner = Tuner(replace(search, effort=1), solved=solved)  # evaluates only 1F1B
-        if tuner.explore():
+    solved: dict[TensorAxis | None, dict[Any, Any]] = {}
+    divisions: list[_Division] = []
+    for number, search in enumerate(_largest_groups_first(searches)):
+        known = solved.setdefault(search.tensor, {})
+        tuner = Tuner(replace(search, effort=1), solved=known)  # evaluates only 1F1B
+        # With larger groups, less memory is needed: a plan is not squeezed into memory if one is known.
+        in_need = not divisions or len(request.tensor_sizes) == 1
+        if tuner.explore(math.inf if in_need else _ANY_STEP_S):
             divisions.append(_Division(search=search, tuner=tuner, best=tuner.best()[0]))
         progress(0.5 * (number + 1) / len(searches))
     if not divisions:
@@ -173,7 +264,7 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     left: float = _EFFORT
     for own in _by_promise(_best_numbered(divisions)):
         if left > 0 and own.tuner.bound_s() < best_s * (1 - WORTH):
-            tuner = Tuner(own.search, solved=solved)
+            tuner = Tuner(own.search, solved=solved[own.search.tensor])
             tuner.explore(best_s, own.tuner.best())
             found.append(_Division(search=own.search, tuner=tuner, best=tuner.refine()))
             best_s = min(best_s, found[-1].best.step_s)
@@ -182,14 +273,14 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     found = _best_of_axes(found)
     chosen = simplest((own.best, own.best.step_s) for own in found)
     plan = next(own.tuner for own in found if own.best is chosen).plan(chosen)
-    others = [own.best for own in found if own.best is not chosen][: _SHOWN - 1]
+    others = _shown([own.best for own in found if own.best is not chosen])
     progress(1)
     return replace(plan, alternatives=(chosen.alternative(), *(own.against(chosen, own.label) for own in others)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Division:
-    """A division of the ranks into pipelines and replicas, with a search and the best plan that it found."""
+    """A division of the ranks into pipelines, replicas and tensor groups, with a search and the best plan it found."""
 
     search: SearchRequest
     tuner: Tuner
@@ -199,6 +290,11 @@ class _Division:
     def divides_weights(self) -> bool:
         """Whether replicas divide the weights (``zero=3``)."""
         return self.best.replication is not None and self.best.replication.zero == 3
+
+    @property
+    def depth(self) -> tuple[TensorAxis | None, int]:
+        """The tensor groups, and the number of them in a pipeline."""
+        return self.search.tensor, self.search.num_ranks
 
     @property
     def promise_s(self) -> float:
@@ -214,7 +310,7 @@ def _best_numbered(divisions: Iterable[_Division]) -> Iterable[_Division]:
     best: dict[Any, _Division] = {}
     for own in sorted(divisions, key=lambda each: each.best.step_s):
         replicas = replace(own.best.replication or Replication(), consecutive="stages")
-        best.setdefault(replicas, own)
+        best.setdefault((own.search.tensor, replicas), own)
     return best.values()
 
 
@@ -224,10 +320,10 @@ def _by_promise(divisions: Iterable[_Division]) -> list[_Division]:
     Second comes the division with the lowest bound, without ``zero=3``, because a promise can mislead.
     """
     ordered = sorted(divisions, key=lambda each: each.promise_s)
-    of_depth: dict[int, _Division] = {}
+    of_depth: dict[Any, _Division] = {}
     for own in ordered:
-        of_depth.setdefault(own.search.num_ranks, own)
-    first, *others = [*of_depth.values(), *(own for own in ordered if own is not of_depth[own.search.num_ranks])]
+        of_depth.setdefault(own.depth, own)
+    first, *others = [*of_depth.values(), *(own for own in ordered if own is not of_depth[own.depth])]
     lowest = min(ordered, key=lambda each: (each.divides_weights, each.tuner.bound_s()))
     return [first, *([] if lowest is first else [lowest]), *(own for own in others if own is not lowest)]
 
@@ -240,9 +336,29 @@ def _best_of_axes(found: Iterable[_Division]) -> list[_Division]:
     return list(best.values())
 
 
+def _largest_groups_first(searches: Iterable[SearchRequest]) -> list[SearchRequest]:
+    """Return the searches with the largest tensor groups first."""
+    return sorted(searches, key=lambda search: 1 if search.tensor is None else search.tensor.size, reverse=True)
+
+
+def _shown(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
+    """Return the fastest plans, and the fastest with each number of ranks that split layers. The fastest comes first.
+
+    Args:
+        found: the fastest plan of each division, the fastest first.
+
+    """
+    fastest = {own.tensor_size: own for own in reversed(found)}
+    rest = [own for own in found if fastest[own.tensor_size] is not own]
+    kept = [*fastest.values(), *rest[: max(0, _SHOWN - 1 - len(fastest))]]
+    return sorted(kept, key=lambda own: own.step_s)
+
+
 def _no_division(request: AxesRequest) -> PartitionError:
     count = request.request.num_microbatches
     asked = "" if count is None else f" with {counted(count, 'micro-batch')} in each replica"
+    if max(request.tensor_sizes) > 1:
+        asked += f", tensor groups of {', '.join(map(str, request.tensor_sizes))} ranks"
     return PartitionError(
         f"the number of replicas must divide the batch, each pipeline needs at least one layer for each rank, and its "
         f"micro-batches must have a measured size; no division of {counted(request.num_ranks, 'rank')} meets these "

@@ -251,6 +251,7 @@ class CandidateEvaluator:
             posted=search.posted,
             completion=search.completion,
             replication=None if replicas is None else replicas.replication,
+            tensor=search.tensor,
             in_tree=search.in_tree,
         )
 

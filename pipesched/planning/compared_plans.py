@@ -12,6 +12,7 @@ __all__ = ["compared_plans"]
 _SHAPE = (
     "replicas",
     "zero",
+    "tp",
     "ranks",
     "chunks",
     "m",
@@ -50,6 +51,7 @@ def _alternative(other: Alternative) -> _Row:
         "schedule": Cell(other.schedule if other.schedule != other.label else ""),
         "replicas": known_cell(other.num_replicas),
         "zero": known_cell(other.zero),
+        "tp": known_cell(other.tensor_size),
         "ranks": count_cell(other.num_ranks),
         "chunks": count_cell(other.chunks_per_rank),
         "m": count_cell(other.num_microbatches),

@@ -16,6 +16,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate, step_time
+from pipesched.simulation.tensor_axis import TensorAxis
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_speed
 
@@ -41,6 +42,8 @@ class EvaluatedCandidate:
     completion: Completion = UNCHANGED
     #: The replicas that run the candidate. None: replicas are not considered.
     replication: Replication | None = None
+    #: The tensor groups that run the candidate. None: layers are not split.
+    tensor: TensorAxis | None = None
     #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
 
@@ -75,11 +78,17 @@ class EvaluatedCandidate:
         return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
 
     @property
+    def tensor_size(self) -> int:
+        """The number of ranks that split each layer."""
+        return 1 if self.tensor is None else self.tensor.size
+
+    @property
     def order(self) -> tuple[Any, ...]:
         """A sort key that puts simpler plans first, and equally simple plans in ascending order of memory."""
         chunks, *others = self.candidate.order
         own = self.replication or Replication()
         return (
+            self.tensor_size,
             chunks,
             own.zero,
             not own.gather_once,
@@ -93,7 +102,7 @@ class EvaluatedCandidate:
         """The candidate's name in tables: the schedule and the number of chunks or, if there are replicas, the axes."""
         if self.replication is None:
             return label_of(self.candidate)
-        return self.replication.describe(self.candidate.num_ranks)
+        return self.replication.describe(self.candidate.num_ranks, self.tensor)
 
     def alternative(self, label: str = "", note: str = "") -> Alternative:
         """Return a summary of the candidate."""
@@ -111,6 +120,7 @@ class EvaluatedCandidate:
             limit_bytes=self.limit_bytes[largest] if self.limit_bytes else None,
             num_replicas=None if self.replication is None else self.replication.num_replicas,
             zero=None if self.replication is None else self.replication.zero,
+            tensor_size=None if self.tensor is None else self.tensor.size,
             note=note,
         )
 

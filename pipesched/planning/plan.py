@@ -31,6 +31,7 @@ from pipesched.simulation.memory import RankMemory, rank_memory
 from pipesched.simulation.profile_validation import as_notes
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate, simulate_with_bound
+from pipesched.simulation.tensor_axis import TensorAxis
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
@@ -89,6 +90,8 @@ class Plan:
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
         replication: the number of replicas that run the program on different rows, and the tensors that are split
             across the replicas (``zero``). ``costs`` describes one replica. None: the plan does not depend on replicas.
+        tensor: the tensor groups, each of which runs what a rank of the program runs. Its ranks split each layer.
+            ``costs`` then describes one rank of each group. None: layers are not split.
         completion: the actions that a step adds to the program: updates, norms, recomputes, copies to the host, the
             collectives of replicas, and copies of stages. Only ``updates``, ``norms`` and ``redundancy`` are given; the
             rest follows from the other fields. Default: no updates.
@@ -112,6 +115,7 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     replication: Replication | None = None
+    tensor: TensorAxis | None = None
     completion: Completion = UNCHANGED
     proved_bound_s: float | None = None
     posted: int = 0
@@ -175,16 +179,24 @@ class Plan:
         return rank_memory(self.completed, self.costs, posted=self.posted, replicas=replicas)
 
     @property
+    def num_devices(self) -> int:
+        """The number of ranks of all replicas and tensor groups together."""
+        replicas = 1 if self.replication is None else self.replication.num_replicas
+        return self.program.num_ranks * replicas * (1 if self.tensor is None else self.tensor.size)
+
+    @property
     def mesh(self) -> dict[str, int] | None:
         """The mesh dimensions that the plan needs, such as ``{"dp": 8, "pp": 4}``; None if ``replication`` is None.
 
+        If layers are split, the last dimension is ``"tp"``.
+
         ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates the mesh.
         """
-        return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
+        return None if self.replication is None else self.replication.mesh(self.program.num_ranks, self.tensor)
 
     def communication(self) -> tuple[AxisCommunication, ...]:
-        """Return the predicted communication on each axis: pipeline, replicas and zero; () if ``costs`` is None."""
-        return communication(self.completed, self.costs, self.replication) if self.costs else ()
+        """Return the predicted communication on each axis: pipeline, replicas, zero and tensor; () without costs."""
+        return communication(self.completed, self.costs, self.replication, self.tensor) if self.costs else ()
 
     def explain(self) -> str:
         """Describe the plan as text.
@@ -263,9 +275,11 @@ class Plan:
     def ranks(self) -> str:
         """The numbers of ranks and replicas, as text."""
         ranks = counted(self.program.num_ranks, "rank")
+        if self.tensor is not None:
+            ranks = f"{counted(self.program.num_ranks, 'tensor group')} of {counted(self.tensor.size, 'rank')}"
         if self.replication is None:
             return ranks
-        axes = self.replication.describe(self.program.num_ranks)
+        axes = self.replication.describe(self.program.num_ranks, self.tensor)
         return f"{counted(self.replication.num_replicas, 'replica')} of {ranks} ({axes})"
 
     @property
@@ -304,6 +318,8 @@ class Plan:
         }
         if self.replication is not None:
             values["replication"] = self.replication.to_dict()
+        if self.tensor is not None:
+            values["tensor"] = self.tensor.to_dict()
         copies = {"redundancy": True} if self.completion.redundancy else {}
         values["completion"] = {"updates": self.completion.updates, "norms": self.completion.norms, **copies}
         if self.proved_bound_s is not None:
@@ -362,6 +378,7 @@ class Plan:
                 options=dict(options),
                 partition=partition,
                 replication=maybe(Replication.from_dict)(values.get("replication")),
+                tensor=maybe(TensorAxis.from_dict)(values.get("tensor")),
                 completion=_read_completion(values),
                 proved_bound_s=_as_bound(values.get("proved_bound_s")),
                 posted=_as_posted(values.get("posted", 0)),
@@ -481,6 +498,7 @@ _MORE = (
     "partition",
     "costs",
     "replication",
+    "tensor",
     "completion",
     "proved_bound_s",
     "posted",

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
-from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
+from pipesched.planning.axes_search import Axes, AxesRequest, TensorSizes, Zero, check_tensor, find_axes
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.proof import proved
@@ -48,6 +48,8 @@ class ProfileSearch:
     effort: int | None = None
     axes: Axes | None = None
     zero: Zero = "auto"
+    tensor: TensorSizes = 1
+    sequence_parallel: bool = False
     #: Whether a step updates the weights even if the optimizer keeps no state.
     updates: bool = False
 
@@ -58,6 +60,7 @@ class ProfileSearch:
                 f"num_ranks must be a whole number, at least 1; got {shown(self.num_ranks)}; pass 1 or more"
             )
         check_effort(self.effort, self.axes, self.zero)
+        check_tensor(self.axes, self.tensor, self.sequence_parallel)
 
     @cached_property
     def search_request(self) -> SearchRequest:
@@ -90,6 +93,8 @@ class ProfileSearch:
             zero=self.zero,
             memory_limit_bytes=self.memory_limit_bytes,
             links=self.links,
+            tensor=self.tensor,
+            sequence_parallel=self.sequence_parallel,
             options={"ranks_are": self.ranks_are, "offload": self.offload},
         )
 

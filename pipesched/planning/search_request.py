@@ -24,6 +24,7 @@ from pipesched.simulation.memory import AHEAD
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
+from pipesched.simulation.tensor_axis import TensorAxis
 from pipesched.units import as_bytes, counted
 
 __all__ = ["EFFORT", "MemoryLimit", "Offload", "SearchRequest", "check_offload", "has_updates", "limits_of"]
@@ -85,6 +86,9 @@ class SearchRequest:
     #: The costs of replicas, each of which runs the plan on ``num_ranks`` ranks with ``batch_size`` rows. None: one
     #: pipeline.
     replica_costs: ReplicaCosts | None = None
+    #: The tensor groups. The profile, the ranks and the links are those of one plane: one rank of each group. None:
+    #: layers are not split.
+    tensor: TensorAxis | None = None
     #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
     #: The speeds of slow ranks relative to the others, keyed by rank.
@@ -186,9 +190,9 @@ class SearchRequest:
 
     @property
     def axes(self) -> str:
-        """The mesh axes and the ZeRO level as text, such as "dp 8 x pp 4, zero 2"; "" if there are no replicas."""
+        """The mesh axes and the ZeRO level as text, such as "dp 8 x pp 4, zero 2"; "" without replicas."""
         own = self.replica_costs
-        return "" if own is None else own.replication.describe(self.num_ranks)
+        return "" if own is None else own.replication.describe(self.num_ranks, self.tensor)
 
     @property
     def posted(self) -> int:

@@ -5,7 +5,7 @@ from os import PathLike
 
 from pipesched.checks import check_type
 from pipesched.planning.adviser import advised
-from pipesched.planning.axes_search import Axes, Zero
+from pipesched.planning.axes_search import Axes, TensorSizes, Zero
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -43,6 +43,8 @@ def tune_profile(
     effort: int | None = None,
     axes: Axes | None = None,
     zero: Zero = "auto",
+    tensor: TensorSizes = 1,
+    sequence_parallel: bool = False,
     prove: bool = False,
     progress: bool = False,
 ) -> Plan:
@@ -80,8 +82,14 @@ def tune_profile(
         effort: the maximum number of actions that a search simulates. Default: 3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``; batch_size counts the rows of all replicas, num_microbatches the
-            micro-batches of one. Default: None (one pipeline).
+            micro-batches of one. A mapping can also have the number of ranks that split each layer, ``"tensor"``.
+            Default: None (one pipeline).
         zero: with axes, the data that is split across replicas: 0, 1, 2 or 3. Default: "auto".
+        tensor: with ``axes="auto"``, the numbers of ranks from which the search chooses the number that split each
+            layer (tensor parallelism), such as ``(1, 2, 4, 8)``. The profile must say what can be split. Another number
+            changes sums, so losses agree only within rounding. Default: 1 (layers are not split).
+        sequence_parallel: whether the ranks that split a layer also divide the sequence in norms, dropouts, residual
+            sums and messages between stages. Default: False.
         prove: let a solver prove a lower bound on the step time of the plan's stages; needs the extra ``solver``.
             Default: False.
         progress: show a progress bar, if tqdm is installed. Default: False.
@@ -121,6 +129,8 @@ def tune_profile(
         effort=effort,
         axes=axes,
         zero=zero,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
         updates=optimizer is not None,
     )
     with progress_bar(progress) as told:

@@ -471,6 +471,7 @@ class Tuner:
             alternatives=tuple(self._alternatives(chosen)),
             layer_classes=self._evaluator.graph(candidate.num_microbatches).graph.get("classes", {}),
             replication=chosen.replication,
+            tensor=chosen.tensor,
             completion=chosen.completion,
             posted=self._search.posted,
             notes=self._search.profile.notes,

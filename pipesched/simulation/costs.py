@@ -10,6 +10,7 @@ from pipesched.json_files import maybe
 from pipesched.program.actions import Action, Holding, Kind
 from pipesched.simulation.links import Links, plain
 from pipesched.simulation.overheads import Overheads
+from pipesched.simulation.tensor_split import TensorTraffic
 
 __all__ = ["BY_BUCKET", "Costs", "check_costs"]
 
@@ -78,6 +79,8 @@ class Costs:
             Default: ``update_s``.
         other_s: times of kinds of actions that have no field of their own, keyed by the kind's text: a tuple with one
             number per stage, such as ``{"FREE": (0.1, 0.2)}``. Default: {}, no time.
+        tensor: the collectives of the tensor groups of each stage, whose times are part of the times of F, B, I and W.
+            Default: (), layers are not split.
 
     Raises:
         ScheduleError: for tuples of different lengths, and for numbers that are negative, infinite, NaN or too large.
@@ -124,6 +127,7 @@ class Costs:
     keep_s: tuple[float, ...] = ()
     replay_s: tuple[float, ...] = ()
     other_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    tensor: tuple[TensorTraffic, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -151,10 +155,16 @@ class Costs:
                 columns = zip(*(getattr(self, part) for part in parts), strict=True)
                 object.__setattr__(self, name, tuple(map(sum, columns)))
         self._check(_SUMS)
-        if self.other_s != {}:
-            object.__setattr__(self, "other_s", self._checked_others())
+        self._check_nested()
         for name in _SCALARS:
             check_number(getattr(self, name), name)
+
+    def _check_nested(self) -> None:
+        """Check the fields that are neither numbers nor tuples of numbers, and convert them to plain values."""
+        if self.other_s != {}:
+            object.__setattr__(self, "other_s", self._checked_others())
+        if self.tensor != ():
+            object.__setattr__(self, "tensor", self._checked_tensor())
 
     def _checked_others(self) -> dict[str, tuple[float, ...]]:
         """Return ``other_s`` with plain numbers. Raises ScheduleError for a wrong kind or wrong times."""
@@ -172,6 +182,14 @@ class Costs:
             for stage, time_s in enumerate(times):
                 check_number(time_s, f"{name} of stage {stage}")
         return others
+
+    def _checked_tensor(self) -> tuple[TensorTraffic, ...]:
+        """Return ``tensor`` as a tuple. Raises ScheduleError unless each stage has collectives of a tensor group."""
+        rule = "tensor= must have a TensorTraffic for each stage"
+        own = tuple(as_list(self.tensor, rule, "leave it out"))
+        if len(own) != self.num_stages or not all(isinstance(one, TensorTraffic) for one in own):
+            raise ScheduleError(f"{rule}; got {shown(self.tensor)} for {self.num_stages} stages; leave it out")
+        return own
 
     def _check(self, names: Iterable[str]) -> None:
         for name in names:
@@ -285,12 +303,14 @@ class Costs:
         }
         times["reduce_s"] = tuple(tuple(value * factor for value in own) for own in self.reduce_s)
         times["other_s"] = {name: tuple(value * factor for value in own) for name, own in self.other_s.items()}
+        times["tensor"] = tuple(own.scaled(factor) for own in self.tensor)
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain lists and numbers for JSON.
 
-        Fields for reductions, gathers, redundancy and kinds without a field of their own are left out if unused.
+        Fields for reductions, gathers, redundancy, tensor groups and kinds without a field of their own are left out if
+        unused.
         """
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _BY_BUCKET:
@@ -298,6 +318,8 @@ class Costs:
             values |= {name: [*map(list, own)]} if any(own) else {}
         others = values.pop("other_s")
         values |= {"other_s": {name: list(own) for name, own in others.items()}} if others else {}
+        traffic = values.pop("tensor")
+        values |= {"tensor": [own.to_dict() for own in traffic]} if traffic else {}
         for name in [name for name in _LEFT_OUT_IF_UNUSED if not any(values[name])]:
             del values[name]
         for name in [name for name in _UNSET if not values[name]]:
@@ -320,7 +342,11 @@ class Costs:
                 f"{shown(wrong[0])} is {'missing; add it' if wrong[0] in known else 'unknown; leave it out'}"
             )
         parts = {"links": maybe(Links.from_dict), "overheads": maybe(Overheads.from_dict)}
-        return cls(**{**values, **{name: make(values.get(name)) for name, make in parts.items()}})
+        made: dict[str, Any] = {name: make(values.get(name)) for name, make in parts.items()}
+        if "tensor" in values:
+            rows = as_list(values["tensor"], "tensor of the costs must be a list", "save the file again")
+            made["tensor"] = tuple(map(TensorTraffic.from_dict, rows))
+        return cls(**{**values, **made})
 
 
 def check_costs(costs: Any) -> None:
@@ -364,6 +390,7 @@ _SUMS = {  # fields whose default is the sum of other fields
     "weight_grad_transient_bytes": ("backward_transient_bytes",),
 }
 _SCALARS = ("transfer_s", "overlap")
+_NESTED = ("links", "overheads", "other_s", "tensor")
 _BY_BUCKET = ("reduce_s", "reduce_bytes")
 #: The kinds whose time depends on the bucket.
 BY_BUCKET = tuple(kind for kind in Kind if not set(kind.row.costs).isdisjoint(_BY_BUCKET))
@@ -372,5 +399,5 @@ _OTHERS = [str(kind) for kind in Kind if not (kind.row.costs or kind.row.transfe
 _TIMES = {name for kind in Kind for name in kind.row.costs}
 _UNSET = ("keep_s", "replay_s")  # fields that stay () if they are not given
 _LEFT_OUT_IF_UNUSED = ("unshard_s", "gathered_bytes", "gather_s")
-_COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads", "other_s")]
+_COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, *_NESTED)]
 _ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_UNSET, *_BY_BUCKET)]

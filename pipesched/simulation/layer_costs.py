@@ -10,6 +10,7 @@ import networkx as nx
 from pipesched.program.checkpoint_options import Checkpoint, LayerCheckpoint, checkpoint_by_layer
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import LayerMemory, LossMemory, dropping_bytes, offloaded_bytes, stage_memory
+from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES, TRAFFIC, TensorShares, TensorTraffic
 
 __all__ = [
     "FIXED",
@@ -47,6 +48,8 @@ FIXED = (
     "optimizer_bytes",
     "update_transient_bytes",
     "update_s",
+    *SPLIT_SHARES,
+    *SPLIT_COUNTS,
 )
 
 #: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a
@@ -85,12 +88,17 @@ class LayerCosts:
     memory: LayerMemory = field(default_factory=LayerMemory)
     #: Memory of the loss, if the loss was measured with this layer.
     loss: LossMemory = field(default_factory=LossMemory)
+    #: The shares of the layer that the ranks of a tensor group can divide.
+    split: TensorShares = field(default_factory=TensorShares)
+    #: The collectives of the tensor group, if these are the costs of one of its ranks.
+    traffic: TensorTraffic = field(default_factory=TensorTraffic)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
         """Return the costs of two layers in sequence. The loss is the loss of the second layer."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
-        return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
+        traffic = self.traffic + other.traffic
+        return replace(other, **sums, spread=spread, memory=self.memory + other.memory, traffic=traffic)
 
     @property
     def loss_layer(self) -> LayerMemory:
@@ -98,11 +106,16 @@ class LayerCosts:
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Return all times and sizes as one flat mapping, named and ordered as in a profile."""
+        """Return all times and sizes as one flat mapping, named and ordered as in a profile.
+
+        What concerns tensor groups is left out if the layer cannot be split, or is not split.
+        """
         figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
-        del figures["memory"], figures["loss"]
+        del figures["memory"], figures["loss"], figures["split"], figures["traffic"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
-        return figures | vars(self.memory) | loss
+        split = vars(self.split) if self.split else {}
+        traffic = {name: getattr(self.traffic, own) for name, own in TRAFFIC.items()} if self.traffic else {}
+        return figures | vars(self.memory) | loss | split | traffic
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, Any]) -> "LayerCosts":
@@ -112,7 +125,8 @@ class LayerCosts:
             return {item.name: figures[prefix + item.name] for item in fields(kind) if prefix + item.name in figures}
 
         memory, loss = LayerMemory(**known(LayerMemory)), LossMemory(**known(LossMemory, "loss_"))
-        return cls(**known(cls), memory=memory, loss=loss)
+        split, traffic = TensorShares(**known(TensorShares)), TensorTraffic(**known(TensorTraffic, "tensor_"))
+        return cls(**known(cls), memory=memory, loss=loss, split=split, traffic=traffic)
 
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
         """Return the costs of the layer if its forward is recomputed before the backward.
@@ -126,6 +140,7 @@ class LayerCosts:
             input_grad_s=self.input_grad_s + self.forward_s,
             waiting_s=self.waiting_s and self.waiting_s * (1 + self.forward_s / (self.forward_s + self.backward_s)),
             memory=self.memory.recomputed(keeps_dear=keeps_dear),
+            traffic=self.traffic.recomputed(),
         )
 
     def treated(self, keep: LayerCheckpoint | None) -> "LayerCosts":
@@ -186,12 +201,14 @@ def costs_of_stage(
     row["input_bytes"] = layers[0].memory.input_bytes if layers else 0
     row["output_bytes"] = layers[-1].memory.output_bytes if layers else 0
     row["kept_output_bytes"] = layers[-1].memory.kept_output_bytes if layers else 0
+    row["tensor"] = sum((layer.traffic for layer in layers), TensorTraffic())
     return row
 
 
 def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
     """Build `Costs` from the results of ``costs_of_stage``. ``others`` are fields with one value for all stages."""
     columns: dict[str, Any] = {name: tuple(row[name] for row in stages) for name in stages[0]}
+    columns["tensor"] = columns["tensor"] if any(columns["tensor"]) else ()
     return Costs(**columns, **others)
 
 

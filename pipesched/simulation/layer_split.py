@@ -8,13 +8,16 @@ import networkx as nx
 from pipesched.simulation.layer_costs import carried
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.size_fit import SizeFit
+from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SIZES
 
 __all__ = ["with_split_layer"]
 
+_OF_TENSORS = (*SPLIT_SIZES, *SPLIT_COUNTS)
 _HALVED = (
     *("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "waiting_s", "crowded_s", "update_s"),
     *("parameter_bytes", "gradient_bytes", "deferred_gradient_bytes", "optimizer_bytes", "buffer_bytes"),
     *("activation_bytes", "weight_grad_bytes", "dear_bytes", "left_grad_bytes", "num_parameters"),
+    *_OF_TENSORS,
 )
 _OF_FIRST = ("kept_input_bytes", "left_input_bytes")
 _OF_SECOND = ("kept_output_bytes", "dear_output_bytes")
@@ -60,6 +63,8 @@ def _half(node: dict[str, Any], *, of_first: bool) -> dict[str, Any]:
     half = dict(node)
     del half["parameters"]
     for name in _HALVED:
+        if name in _OF_TENSORS and name not in half:
+            continue
         value = half.get(name, 0)
         rest = value - value // 2 if of_first else value // 2
         half[name] = rest if isinstance(value, int) else value / 2

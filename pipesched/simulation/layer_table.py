@@ -30,6 +30,7 @@ from pipesched.simulation.table_cells import (
     attribute_of,
     read_rows,
 )
+from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES, SPLIT_SIZES
 from pipesched.simulation.tied_weight_costs import tied_groups
 from pipesched.units import parse_bytes, quote_bytes
 from pipesched.whole_files import write_whole
@@ -38,7 +39,8 @@ __all__ = ["TableOptions", "read_table", "rows_of_table", "write_table"]
 
 Row = dict[str, Any]
 
-_FIGURES = tuple(LayerCosts().figures())
+_SPLIT = (*SPLIT_SHARES, *SPLIT_SIZES, *SPLIT_COUNTS)
+_FIGURES = (*LayerCosts().figures(), *_SPLIT)
 _MOST_PROBLEMS = 8  # an error lists at most this many
 _DIGITS = (15, 16, 17)
 
@@ -112,7 +114,17 @@ def read_table(
             f"(docs/howto/tables.md describes all columns)"
         )
     graphs = {size: reader.graph for size, reader in readers.items()}
+    _forget_unsplit(graphs.values())
     return graphs, _assumptions(lines, graphs[min(graphs)], options)
+
+
+def _forget_unsplit(graphs: Iterable["nx.DiGraph[str]"]) -> None:
+    """Remove what concerns tensor groups from all layers if no layer can be split."""
+    nodes = [node for graph in graphs for node in graph.nodes.values()]
+    if not any(node[name] for node in nodes for name in _SPLIT):
+        for node in nodes:
+            for name in _SPLIT:
+                del node[name]
 
 
 def _missing(lines: Sequence[TableRow], rows: int | None) -> Iterator[str]:
@@ -291,7 +303,24 @@ def _completed(given: Row, taken_bytes: int, fresh: tuple[int, int], options: Ta
     add("backward_transient_bytes", passing)
     add("first_backward_transient_bytes", passing + known["gradient_bytes"])
     add("input_grad_transient_bytes", passing + known["weight_grad_bytes"])
+    for attribute, value in _split_defaults(known):
+        add(attribute, value)
     return {attribute: known.get(attribute, 0) for attribute in (*_FIGURES, "num_parameters")}
+
+
+def _split_defaults(known: Row) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that concern tensor groups, with defaults. The backward is like the forward."""
+    forward = known.get("split_forward", 0)
+    backward = known.get("split_backward", forward)
+    yield "split_backward", backward
+    yield "split_weight_grad", backward
+    yield "split_parameters", forward
+    size = known.get("all_reduce_forward_bytes", 0)
+    other = known.get("all_reduce_backward_bytes", size)
+    count = known.get("all_reduces_forward", 1 if size else 0)
+    yield "all_reduce_backward_bytes", other
+    yield "all_reduces_forward", count
+    yield "all_reduces_backward", max(1, count) if other else 0
 
 
 # ---- from a graph to rows -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,10 @@ from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
 from pipesched.program.action_arrays import Ints
 
-__all__ = ["Collectives", "Link", "Links", "check_speed", "check_times", "plain"]
+__all__ = ["Algorithm", "Collectives", "Link", "Links", "check_speed", "check_times", "plain", "slowest_of"]
+
+#: How the ranks of a collective exchange data: "ring" or "tree".
+Algorithm = Literal["ring", "tree"]
 
 
 def plain(value: Any) -> Any:
@@ -124,6 +127,9 @@ class Links:
             False, messages do not delay each other.
         collectives: measured collectives, one entry for each group of ranks. Default: none; times of collectives are
             computed from the links.
+        algorithm: what collectives that were not measured take. Both algorithms send the same bytes. Of n ranks, each
+            waits for n - 1 messages one after another in an all-gather or a reduce-scatter in a "ring", and for
+            log2(n), rounded up, in a "tree"; in an all-reduce for twice as many. Default: "ring".
 
     Raises:
         ScheduleError: for invalid values.
@@ -136,8 +142,13 @@ class Links:
     special: tuple[tuple[tuple[int, int], Link], ...] = ()
     contended: bool = False
     collectives: tuple[Collectives, ...] = ()
+    algorithm: Algorithm = "ring"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, str) or self.algorithm not in get_args(Algorithm):
+            raise ScheduleError(
+                f"the algorithm of collectives must be 'ring' or 'tree'; got {shown(self.algorithm)}; pass one of them"
+            )
         rule = "hosts must be a list with the host number of each rank"
         object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "for example, pass (0, 0, 1, 1)")))
         if not all(is_count(host, 0) for host in self.hosts):
@@ -277,7 +288,10 @@ class Links:
         return link.time_s(num_bytes)
 
     def _ring_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of d - 1 rounds in a ring of d ranks. In each round, every link carries 1/d of the bytes."""
+        """Return the time of d - 1 rounds in a ring of d ranks. In each round, every link carries 1/d of the bytes.
+
+        A tree has fewer rounds, in which the slowest link of the ring carries as many bytes in all.
+        """
         check_number(num_bytes, "num_bytes")
         count = len(ranks)
         if len(set(ranks)) < count or not count:
@@ -285,6 +299,10 @@ class Links:
                 f"a collective must have at least one rank, and no rank twice; got {shown(ranks)}; correct the ranks"
             )
         ring = [self.link(one, other) for one, other in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+        if self.algorithm == "tree":
+            rounds = (count - 1).bit_length()
+            sent = num_bytes * (count - 1) / count
+            return rounds * max(link.latency_s for link in ring) + sent * max(link.byte_s for link in ring)
         slowest = max(link.latency_s + num_bytes * link.byte_s / count for link in ring)
         return (count - 1) * slowest
 
@@ -323,7 +341,8 @@ class Links:
             "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],
             "collectives": [asdict(one) | {"ranks": list(one.ranks)} for one in self.collectives],
         }
-        return plain if self.collectives else {name: plain[name] for name in plain if name != "collectives"}
+        unused = {"collectives": not self.collectives, "algorithm": self.algorithm == "ring"}
+        return {name: value for name, value in plain.items() if not unused.get(name)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
@@ -348,9 +367,32 @@ class Links:
             return tuple(map(Collectives.from_dict, as_list(rows, _COLLECTIVES, _AS_TO_DICT)))
 
         if isinstance(values, Mapping):
-            values = {"collectives": (), **values}  # older files have no collectives
+            values = {"collectives": (), "algorithm": "ring", **values}  # older files have neither
         makes: dict[str, Any] = {"inside": link, "between": link, "special": special, "collectives": collectives}
         return read_fields(cls, values, "links must have", partly=False, **makes)
+
+
+def slowest_of(links: Links, rows: Sequence[Sequence[int]]) -> Links:
+    """Return the links between the ranks of one row: for each pair of places, the slowest link of any row.
+
+    Args:
+        links: the links between all ranks.
+        rows: the ranks of each row. All rows have the same length.
+
+    """
+    own = list(dict.fromkeys(map(links.among, rows)))
+    if len(own) == 1:
+        return own[0]
+    places = range(len(rows[0]))
+    pairs = {(one, other): [each.link(one, other) for each in own] for one in places for other in places}
+    special = tuple((pair, _slowest(every)) for pair, every in pairs.items() if pair[0] != pair[1])
+    return Links(special=special, algorithm=links.algorithm)
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    """Return a link with the largest latency and the smallest bandwidth of these links."""
+    speeds = [link.bytes_per_s for link in links if link.bytes_per_s is not None]
+    return Link(max(link.latency_s for link in links), min(speeds, default=None))
 
 
 _COLLECTIVES = "collectives must be a list of Collectives, one for each group of ranks"

@@ -24,6 +24,7 @@ from pipesched.simulation.profile_validation import as_notes, check_graphs, chec
 from pipesched.simulation.size_fit import SizeFit
 from pipesched.simulation.size_interpolation import figure_at
 from pipesched.simulation.table_cells import Table
+from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES, SPLIT_SIZES, TRAFFIC
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time
 from pipesched.whole_files import write_whole
@@ -340,7 +341,10 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
 
 
 #: The names of a layer's saved attributes. ``_EDGE`` lists the saved attributes of an edge.
-_LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
+_LAYER = (
+    *(*LayerCosts().figures(), "num_parameters", "parameters", "buffers"),
+    *(*SPLIT_SHARES, *SPLIT_SIZES, *SPLIT_COUNTS, *TRAFFIC),
+)
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure the model again"
 

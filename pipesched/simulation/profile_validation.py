@@ -9,12 +9,14 @@ import networkx as nx
 from pipesched.checks import check_type, is_cost, is_count, is_size, shown
 from pipesched.errors import ScheduleError
 from pipesched.simulation.layer_costs import NEEDED
+from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES
 from pipesched.units import and_more, counted
 
 __all__ = ["as_notes", "check_graphs", "check_model"]
 
 _AGAIN = "measure the model again"
 _MOST_PROBLEMS = 12  # an error lists at most this many
+_OTHERS = ("spread", "num_parameters", "offloads", *SPLIT_SHARES, *SPLIT_COUNTS)
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
@@ -86,15 +88,17 @@ def _check_costs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
                 if key not in node and name not in missing.setdefault(key, []):
                     missing[key].append(name)
         for what, value in _numbers(graph):
-            if not (is_size if "bytes" in what.split()[0] else is_cost)(value):
+            figure = what.split()[0]
+            if not (is_size if "bytes" in figure else is_cost)(value) or (figure in SPLIT_SHARES and value > 1):
                 wrong.append(f"{what} for {counted(rows, 'row')} is {shown(value)}")
     problems = [f"{key} of layer {and_more(names)} is missing" for key, names in missing.items() if names] + wrong
     if problems:
         more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
         raise ScheduleError(
-            f"a profile must have all costs of each layer, times as finite numbers of at least 0 and sizes as whole "
-            f"numbers of bytes below 2**48; {'; '.join(problems[:_MOST_PROBLEMS])}{more}; {_AGAIN}, or make the "
-            f"profile with Profile.from_table, which has default values"
+            f"a profile must have all costs of each layer, times as finite numbers of at least 0, sizes as whole "
+            f"numbers of bytes below 2**48, and shares as numbers from 0 to 1; "
+            f"{'; '.join(problems[:_MOST_PROBLEMS])}{more}; {_AGAIN}, or make the profile with Profile.from_table, "
+            f"which has default values"
         )
 
 
@@ -126,7 +130,7 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
 def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
     for name, node in graph.nodes(data=True):
         for key, value in node.items():
-            if key.endswith(("_s", "_bytes")) or key in ("spread", "num_parameters", "offloads"):
+            if key.endswith(("_s", "_bytes")) or key in _OTHERS:
                 yield f"{key} of layer {name!r}", value
     for one, other, edge in graph.edges(data=True):
         tensors = edge.get("tensors", {})

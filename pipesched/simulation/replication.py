@@ -14,8 +14,9 @@ from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.links import Link, Links
+from pipesched.simulation.links import Links, slowest_of
 from pipesched.simulation.replica_memory import CopyMemory, ModelStates, ReplicaMemory, held_states
+from pipesched.simulation.tensor_axis import TensorAxis
 
 __all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication"]
 
@@ -65,13 +66,17 @@ class Replication:
                 f"consecutive must be 'stages' or 'replicas'; got {shown(self.consecutive)}; pass one of them"
             )
 
-    def mesh(self, num_ranks: int) -> dict[str, int]:
+    def mesh(self, num_ranks: int, tensor: TensorAxis | None = None) -> dict[str, int]:
         """Return the sizes of the mesh's dimensions, in the order of ``init_device_mesh``.
 
-        ``num_ranks`` is the number of ranks of one pipeline.
+        Args:
+            num_ranks: the number of ranks of one pipeline; with tensor groups, the number of its groups.
+            tensor: the tensor groups. Default: None (layers are not split).
+
         """
         sizes = {"dp": self.num_replicas, "pp": num_ranks}
-        return sizes if self.consecutive == "stages" else dict(reversed(sizes.items()))
+        outer = sizes if self.consecutive == "stages" else dict(reversed(sizes.items()))
+        return outer if tensor is None else outer | {"tp": tensor.size}
 
     def rows(self, num_ranks: int) -> list[range]:
         """Return the ranks of each replica, in pipeline order. ``num_ranks`` is the number of ranks of one pipeline."""
@@ -88,9 +93,13 @@ class Replication:
         part = size * (self.num_replicas - 1) // self.num_replicas
         return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)
 
-    def describe(self, num_ranks: int) -> str:
-        """Return the mesh's dimensions and ``zero`` as text, such as ``dp 8 x pp 4, zero 2``."""
+    def describe(self, num_ranks: int, tensor: TensorAxis | None = None) -> str:
+        """Return the mesh's dimensions and ``zero`` as text, such as ``dp 8 x pp 4, zero 2``.
+
+        The arguments are those of ``mesh``.
+        """
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh(num_ranks).items())
+        sizes += "" if tensor is None else f" x {tensor}"
         often = "" if self.gather_once or self.zero < 3 else ", weights gathered for each use"
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
@@ -168,12 +177,7 @@ class ReplicaCosts:
         """Return the links between the ranks of one pipeline: for each pair, the slowest link of any replica."""
         if self._links is None:
             return None
-        own = list(dict.fromkeys(map(self._links.among, self._rows)))
-        if len(own) == 1:
-            return own[0]
-        ranks = range(len(self._rows[0]))
-        pairs = {(one, other): [links.link(one, other) for links in own] for one in ranks for other in ranks}
-        return Links(special=tuple((pair, _slowest(every)) for pair, every in pairs.items() if pair[0] != pair[1]))
+        return slowest_of(self._links, self._rows)
 
     def added(self, costs: Costs, placement: Sequence[int], buckets: Buckets) -> Costs:
         """Return the costs of the stages, including the costs that replicas cause.
@@ -214,9 +218,3 @@ class ReplicaCosts:
             return 0.0
         seconds: float = getattr(self._links, collective)(size, [row[rank] for row in self._rows])
         return seconds
-
-
-def _slowest(links: Sequence[Link]) -> Link:
-    """Return a link with the largest latency and the smallest bandwidth of these links."""
-    speeds = [link.bytes_per_s for link in links if link.bytes_per_s is not None]
-    return Link(max(link.latency_s for link in links), min(speeds, default=None))

@@ -16,6 +16,7 @@ from typing import Any
 from pipesched.checks import LARGEST, LARGEST_SIZE, as_list, as_path, is_whole, shown
 from pipesched.errors import ScheduleError
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES, SPLIT_SIZES
 from pipesched.units import as_bytes
 
 __all__ = [
@@ -37,9 +38,9 @@ _PER_SECOND = {"_ms": 1e3, "_us": 1e6, "_s": 1.0}
 _PER_BYTE = {"_bytes": 1, "_kb": 10**3, "_mb": 10**6, "_gb": 10**9, "_kib": 2**10, "_mib": 2**20, "_gib": 2**30}
 _FIGURES = tuple(name for name in LayerCosts().figures() if name != "offloads")
 _TIMES = tuple(name for name in _FIGURES if name.endswith("_s"))
-_SIZES = tuple(name for name in _FIGURES if name.endswith("_bytes"))
-_COUNTS = ("rows", "num_parameters")
-_OTHERS = ("spread",)
+_SIZES = (*(name for name in _FIGURES if name.endswith("_bytes")), *SPLIT_SIZES)
+_COUNTS = ("rows", "num_parameters", *SPLIT_COUNTS)
+_OTHERS = ("spread", *SPLIT_SHARES)
 _SYNONYMS = {"layer": "name", "parameters": "num_parameters"}
 #: The columns that contain text.
 TEXTS = ("name", "inputs", "tied_to")
@@ -54,6 +55,7 @@ COLUMNS = tuple(
             *(f"{name.removesuffix('_s')}_ms" for name in _TIMES),
             *_SIZES,
             *_OTHERS,
+            *SPLIT_COUNTS,
         )
     )
 )
@@ -210,6 +212,8 @@ def _number(column: str, attribute: str, cell: Any) -> tuple[float | int | None,
             round(size) if size is not None and size < LARGEST_SIZE else None,
             "a size of at least 0 and less than 2**48 bytes",
         )
+    if attribute in SPLIT_SHARES:
+        return number if number is not None and number <= 1 else None, "a share, a number from 0 to 1"
     value = number if number is None or attribute in _OTHERS else number / _unit(column, _PER_SECOND)
     return value if value is not None and value < LARGEST else None, "a finite number of at least 0"
 

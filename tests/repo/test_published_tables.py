@@ -7,6 +7,8 @@ import networkx as nx
 import pytest
 
 from pipesched import Profile
+from pipesched.simulation.tensor_axis import TensorAxis
+from pipesched.simulation.tensor_costs import TensorCosts
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -77,13 +79,37 @@ def test_every_layer_of_the_u_net_on_the_way_down_has_a_skip_connection():
 
 
 def test_a_group_of_gpus_shares_the_work_of_a_layer_and_sums_its_output():
-    """Eight GPUs take an eighth of the time, and two all-reduces longer."""
+    """Eight GPUs take an eighth of all but the norms and residual sums, and two all-reduces longer."""
     model, host = MODELS["gpt-3-175b"], HOSTS["a100"]
     block = next(layer for layer in model.layers(host.device, 1) if layer.name == "layers.0")
-    node = loaded(FOLDER / "gpt-3-175b-a100.csv").graphs[1].nodes["layers.0"]
-    round_s = host.inside.latency_s + model.summed_bytes / 8 / host.inside.bytes_per_s
+    groups = TensorCosts(TensorAxis(size=8), 8, model.links(host, 8))
+    node = groups.divided(loaded(FOLDER / "gpt-3-175b-a100.csv")).graphs[1].nodes["layers.0"]
+    whole_s = 2 * host.device.passes(2048 * 12288, 4).forward_s
+    round_s = host.inside.latency_s + block.output_bytes / 8 / host.inside.bytes_per_s
+    expected_s = (block.work.forward_s - whole_s) / 8 + whole_s + 2 * 14 * round_s
 
-    assert node["forward_s"] == pytest.approx(block.work.forward_s / 8 + 2 * 14 * round_s, rel=1e-5)
+    assert node["forward_s"] == pytest.approx(expected_s, rel=1e-5)
+    assert node["parameter_bytes"] == block.work.parameters * 2 // 8
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_model_says_what_a_tensor_group_divides(path):
+    """A rank of 2 has about half of the parameters, unless most of the work is in convolutions."""
+    profile = loaded(path)
+    rows = min(profile.graphs)
+    divided = TensorCosts(TensorAxis(size=2), 2).divided(profile).graph(rows).graph["parameters"]
+    count = sum(count for count, _ in divided.values())
+
+    assert 0.49 < count / model_of(path).num_parameters < (0.7 if path.stem.startswith("sdxl") else 0.52)
+
+
+def test_blocks_sum_what_narayanan_et_al_state():
+    """Two tensors of the size of the output each way; the head sums three numbers of a row forward."""
+    nodes = loaded(FOLDER / "gpt-3-175b-a100.csv").graphs[1].nodes
+    assert nodes["layers.0"]["all_reduce_forward_bytes"] == 2 * nodes["layers.0"]["output_bytes"]
+    assert nodes["layers.0"]["all_reduces_backward"] == 2
+    assert (nodes["embedding"]["all_reduces_forward"], nodes["embedding"]["all_reduce_backward_bytes"]) == (1, 0)
+    assert nodes["head"]["all_reduce_forward_bytes"] == 3 * 4 * 2048
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,8 +128,9 @@ def test_the_reported_rate_of_gpt_3_gives_the_reported_days():
 
 def test_the_layout_of_a_paper_can_be_simulated():
     layout = published.LAYOUTS["gpt-3-175b"][0]
-    found = published.Case(name="gpt-3-175b", kind="a100", num_ranks=48).laid_out(layout)
+    found = published.Case(name="gpt-3-175b", kind="a100", num_ranks=384).laid_out(layout)
 
     assert found.candidate.num_ranks == 12
     assert found.replication.num_replicas == 4
+    assert found.tensor.size == 8
     assert not any(found.excess_bytes)

@@ -17,7 +17,7 @@ from tests.support.random_programs import quick
 
 NAMES = [field.name for field in fields(Costs)]
 SCALARS = ["transfer_s", "overlap"]
-BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links", "overheads", "other_s"}]
+BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links", "overheads", "other_s", "tensor"}]
 TIMES = [name for name in NAMES if name.endswith("_s")]
 SIZES = [name for name in NAMES if name.endswith("_bytes")]
 WRONG = [math.nan, math.inf, -math.inf, -1, "1", None, 1j]
@@ -47,7 +47,7 @@ def test_from_dict_is_the_inverse_of_to_dict_also_through_json(costs):
 
 
 def test_the_names_carry_their_units():
-    assert sorted([*TIMES, *SIZES, "overlap", "links", "overheads"]) == sorted(NAMES)
+    assert sorted([*TIMES, *SIZES, "overlap", "links", "overheads", "tensor"]) == sorted(NAMES)
 
 
 def test_uniform_costs_one_second_an_action_unless_given():

@@ -150,20 +150,34 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
         )
 
 
-def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:
+def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int, tensor_size: int = 1) -> None:
     """Check that the numbers of replicas and ranks, and ``zero``, are those for which the plan was made.
 
     Raises DeviceCountError if a number differs, and InputError if ``zero`` differs. Ignores plans without replicas.
+
+    Args:
+        plan: the plan.
+        num_ranks: the number of ranks of one pipeline; with tensor groups, the number of its groups.
+        num_replicas: the number of replicas.
+        zero: the value of ``zero=``.
+        tensor_size: the number of ranks that split each layer. Not checked if the plan has no tensor groups, because
+            layers that were split when they were measured have plans without groups. Default: 1.
+
     """
     if not isinstance(plan, Plan) or plan.replication is None:
         return
     planned = plan.replication
-    if plan.mesh != {"dp": num_replicas, "pp": num_ranks}:
+    groups = {} if plan.tensor is None else {"tp": tensor_size}  # without groups, layers may have been split before
+    if plan.mesh != {"dp": num_replicas, "pp": num_ranks, **groups}:
+        axes = {"pipeline": num_ranks, "replicate": num_replicas}
+        ranks = counted(num_ranks, "rank")
+        if tensor_size > 1:
+            axes["tensor"] = tensor_size
+            ranks = f"{counted(num_ranks, 'tensor group')} of {tensor_size} ranks"
         raise DeviceCountError(
             f"a mesh must have the axes for which the plan was made; the plan has {plan.ranks}, but the pipeline has "
-            f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh with the sizes in "
-            f"plan.mesh ({plan.mesh}), or make a plan with "
-            f"axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
+            f"{counted(num_replicas, 'replica')} of {ranks}; pass a mesh with the sizes in plan.mesh ({plan.mesh}), or "
+            f"make a plan with axes={axes}"
         )
     if planned.zero != zero:
         raise InputError(

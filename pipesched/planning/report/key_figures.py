@@ -32,11 +32,12 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
 def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
     """Return the speed compared with the one-device plan or, if there is none, with all compute on one rank.
 
-    Both times are measured in trial runs, or both are predicted.
+    If layers are split, the speed is compared with all compute on one tensor group. Both times are measured in trial
+    runs, or both are predicted.
     """
-    label = "compared to one device"
+    label = f"compared to one {'device' if plan.tensor is None else 'tensor group'}"
     count = plan.replication.num_replicas if plan.replication else 1
-    if predicted.num_ranks == count == 1:
+    if plan.num_devices == 1:
         return KeyFigure(label, "the same", "the plan uses one device")
     own = taken(plan.alternatives)
     alone = fastest(plan.alternatives, "one device")

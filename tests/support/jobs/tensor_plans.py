@@ -1,0 +1,69 @@
+"""Jobs of the tests of plans with tensor groups: they find a plan for split layers, and train with it."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import pipesched
+from pipesched import Link, Links, Plan, Profile
+from pipesched.errors import PipeschedError
+from pipesched.testing import reference_step
+from tests.support.jobs.tensor_parallel import LENGTH, ROWS, SEED, WIDTH, Case, batch_of, mesh_of, model_of, pipeline
+
+STEPS = 2
+
+
+def splittable() -> Profile:
+    """Measure whole layers, and say what the ranks of a tensor group divide: two linear layers of each block."""
+    x, y = batch_of()
+    profile = pipesched.profile(model_of(), x[:4], loss_fn=functional.mse_loss, target=y[:4])
+    shares = dict.fromkeys(("split_forward", "split_backward", "split_weight_grad", "split_parameters"), 0.9)
+    for rows, graph in profile.graphs.items():
+        for node in graph.nodes.values():
+            size = rows * LENGTH * WIDTH * 4
+            node.update(shares, split_activations=0.5, all_reduces_forward=1, all_reduces_backward=1)
+            node.update(all_reduce_forward_bytes=size, all_reduce_backward_bytes=size)
+    return profile
+
+
+def found_plan(group: Any, **axes: int) -> Plan:
+    """Return the plan of rank 0."""
+    found: list[Any] = [None]
+    if group.rank() == 0:
+        links = Links(inside=Link(1e-6, 1e10))
+        wanted: dict[str, Any] = {"num_ranks": 4, "batch_size": ROWS, "num_microbatches": 8 // axes["replicate"]}
+        found = [pipesched.tune_profile(splittable(), axes=axes, links=links, zero=0, **wanted)]
+    torch.distributed.broadcast_object_list(found, group=group)
+    plan: Plan = found[0]
+    return plan
+
+
+def runs_a_plan(group: Any) -> tuple[dict[str, int], list[float]]:
+    """Train with a plan for two stages of two ranks each. Return its mesh and the differences of the losses."""
+    plan = found_plan(group, pipeline=2, replicate=1, tensor=2)
+    assert plan.mesh is not None
+    mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    x, y = batch_of()
+    expected, differences = model_of(), []
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    chosen = {"schedule": "auto", "num_microbatches": None}
+    with pipeline(Case(clip=None), mesh=mesh, plan=plan, **chosen) as pipe:
+        for step in range(STEPS):
+            loop: dict[str, Any] = {"num_microbatches": 8, "num_replicas": 1, "seed": SEED, "step": step}
+            due = reference_step(expected, x, target=y, loss_fn=functional.mse_loss, **loop)
+            differences.append(abs(float(pipe.step(x, target=y)) / float(due) - 1))
+            theirs.step()
+            theirs.zero_grad()
+    return dict(plan.mesh), differences
+
+
+def refuses_a_plan(group: Any) -> str:
+    """Return the error of a pipeline with fewer tensor ranks than its plan."""
+    plan = found_plan(group, pipeline=1, replicate=1, tensor=4)
+    try:
+        with pipeline(Case(clip=None), mesh=mesh_of((1, 2, 2)), plan=plan, schedule="auto", num_microbatches=None):
+            return ""
+    except PipeschedError as error:
+        return str(error)
