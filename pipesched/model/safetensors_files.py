@@ -84,9 +84,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
         ``part`` returns the part to copy of the stored tensor. Default: None (all of it).
         """
-        with _opened(self._entries[name].path) as file:
-            stored = file.get_tensor(name)
-            tensor.copy_(stored if part is None else part(stored))
+        _read(name, tensor, self._entries[name].path, part)
 
 
 def _files(path: Path) -> list[Path]:
@@ -149,6 +147,12 @@ def _entries(path: Path) -> Iterator[tuple[str, _TensorInFile]]:
         for name in file.keys():  # noqa: SIM118  file is not a mapping
             tensor = file.get_tensor(name)  # mapped, not read
             yield name, _TensorInFile(path, tensor.dtype, tuple(tensor.shape))
+
+
+def _read(name: str, into: Tensor, path: Path, part: Callable[[Tensor], Tensor] | None) -> None:
+    with _opened(path) as file:
+        stored = file.get_tensor(name)
+        into.copy_(stored if part is None else part(stored))
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from pipesched.parallel.layer_styles import (
     LayerStyle,
     Row,
     SummedWeights,
+    is_plain_embedding,
+    linear_kind,
 )
 
 __all__ = ["automatic_styles"]
@@ -63,8 +65,8 @@ _CROSS_GPT2: Mapping[str, LayerStyle] = {
 def automatic_styles(model: nn.Module, size: int) -> dict[str, LayerStyle]:
     """Return the style of each module that "auto" divides among ``size`` ranks, by its name.
 
-    Takes transformers' own plan (``base_model_tp_plan``), else tables for GPT-2, BERT, T5 and torch's transformer
-    layers. A tied or planned head and the embedding of the same vocabulary are divided if the vocabulary can be.
+    Takes tables for GPT-2, BERT, T5 and torch's transformer layers, else transformers' plan (``base_model_tp_plan``).
+    The head, and an embedding with the same weight, are divided if the vocabulary can be; else both stay whole.
 
     Raises InputError if the model is unknown, or if its heads cannot be divided evenly.
     """
@@ -93,7 +95,7 @@ def automatic_styles(model: nn.Module, size: int) -> dict[str, LayerStyle]:
 
 
 def _planned(model: nn.Module) -> dict[str, LayerStyle]:
-    """Return the styles of transformers' plan: that of the base model, and that of the head."""
+    """Return the styles of transformers' plan of the base model."""
     config: Any = getattr(model, "config", None)
     base = getattr(model, "base_model", None)
     of_base = getattr(config, "base_model_tp_plan", None)
@@ -101,21 +103,19 @@ def _planned(model: nn.Module) -> dict[str, LayerStyle]:
         return {}
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     plan = {f"{prefix}{pattern}": word for pattern, word in of_base.items()}
-    if base is not model:
-        plan |= getattr(type(model), "_tp_plan", None) or {}
+    modules = dict(model.named_modules())
     styles = {}
-    for name, module in model.named_modules():
-        word = next((word for pattern, word in plan.items() if matches(pattern, name)), None)
+    for name in [*modules, *(name for name, _ in model.named_parameters())]:
+        word = next((word for pattern, word in plan.items() if _matches(pattern, name)), None)
         if word is None:
             continue
-        if word not in _OF_TRANSFORMERS:
+        if word not in _OF_TRANSFORMERS or name not in modules:
             raise InputError(
                 f"tensor_parallel='auto' must know the styles of the model's plan; {name!r} has the style {word!r}, "
-                f"which pipesched does not implement; known are {', '.join(sorted(_OF_TRANSFORMERS))}; name the layers "
-                f"in tensor_parallel= instead"
+                f"which pipesched does not implement there; it knows, for modules, "
+                f"{', '.join(sorted(_OF_TRANSFORMERS))}; name the layers in tensor_parallel= instead"
             )
-        if any(True for _ in module.parameters(recurse=False)):
-            styles[name] = _OF_TRANSFORMERS[word]
+        styles[name] = _OF_TRANSFORMERS[word]
     return styles
 
 
@@ -131,7 +131,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 
 def _with_vocabulary(model: nn.Module, styles: dict[str, LayerStyle], size: int) -> None:
-    """Divide the head and the embedding that shares its weight, if the vocabulary can be divided; else neither."""
+    """Divide the head and the embeddings that share its weight, if the vocabulary can be divided; else none of them."""
     known: Any = model
     head = known.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
@@ -141,18 +141,19 @@ def _with_vocabulary(model: nn.Module, styles: dict[str, LayerStyle], size: int)
         for name, module in model.named_modules(remove_duplicate=False)
         if getattr(module, "weight", None) is head.weight
     }
-    planned = any(name in styles for name in sharing)
-    tied = any(isinstance(module, nn.Embedding) for module in sharing.values())
-    if head.weight.shape[0] % size:
-        for name in sharing:
+    divides = head.weight.shape[0] % size == 0 and all(map(_can_divide, sharing.values()))
+    for name, module in sharing.items():
+        if not divides:
             styles.pop(name, None)
-        return
-    if planned or tied:
-        for name, module in sharing.items():
+        else:
             styles[name] = DividedVocabulary() if isinstance(module, nn.Embedding) else Column(gathered=True)
 
 
-def matches(pattern: str, name: str) -> bool:
+def _can_divide(module: nn.Module) -> bool:
+    return is_plain_embedding(module) or linear_kind(module) == "linear"
+
+
+def _matches(pattern: str, name: str) -> bool:
     """Return whether a module or parameter has a name of this pattern. "*" is one part of the name."""
     parts = pattern.split(".")
     own = name.split(".")

@@ -14,7 +14,6 @@ heads                    0               0
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipesched.parallel.collective_functions import gather_from, reduce_from, scatter_sequence
 from pipesched.parallel.split_module import held_by
@@ -40,16 +39,13 @@ class VocabularyEmbedding(nn.Module):
     """The forward of an embedding that holds this rank's part of the vocabulary."""
 
     weight: Tensor
-    padding_idx: int | None
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Return the embeddings of all numbers, or those of this rank's positions."""
         held = held_by(self)
         group = held.group
-        own = self.weight.shape[0]
-        padding = None if self.padding_idx is None else self.padding_idx - group.rank * own
-        places, outside = own_places(numbers, own, group)
-        embedded = functional.embedding(places, self.weight, padding if padding in range(own) else None)
+        places, outside = own_places(numbers, self.weight.shape[0], group)
+        embedded: Tensor = super().forward(places)
         embedded = embedded.masked_fill(outside.unsqueeze(-1), 0)
         if held.options["sequence"]:
             group.layout = ActivationLayout.SEQUENCE

@@ -1,7 +1,7 @@
 """Layer styles: how the ranks of a tensor group divide one module of a model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,6 +27,7 @@ __all__ = [
     "SequencePart",
     "SummedWeights",
     "Whole",
+    "is_plain_embedding",
     "linear_kind",
 ]
 
@@ -47,6 +48,16 @@ class LayerStyle(Protocol):
         """Give a module, whose weights have been divided, the forward and the attributes of this style."""
 
 
+class _ShortRepr:
+    """Shows the options that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        known: Any = self
+        values = ((field, getattr(self, field.name)) for field in fields(known))
+        given = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({given})"
+
+
 def linear_kind(module: nn.Module) -> str | None:
     """Return "linear" for ``nn.Linear``, "conv1d" for transformers' Conv1D, or None for a module of another kind."""
     kind = type(module)
@@ -58,8 +69,8 @@ def linear_kind(module: nn.Module) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Column(_ShortRepr):
     """Divides a linear layer by its outputs, or an embedding by its hidden units.
 
     Attributes:
@@ -107,8 +118,8 @@ class Column:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Row(_ShortRepr):
     """Divides a linear layer by its inputs.
 
     Attributes:
@@ -137,8 +148,8 @@ class Row:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DividedVocabulary:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DividedVocabulary(_ShortRepr):
     """Divides an embedding by its vocabulary, or a linear layer whose outputs are the vocabulary.
 
     The linear layer's output stays divided: the loss must be a `VocabularyCrossEntropy`.
@@ -158,8 +169,10 @@ class DividedVocabulary:
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
         if isinstance(module, nn.Embedding):
-            size = {"num_embeddings": module.num_embeddings // group.size}
-            become(module, VocabularyEmbedding, group, size, sequence=self.sequence)
+            own = module.num_embeddings // group.size
+            padding = -1 if module.padding_idx is None else module.padding_idx - group.rank * own
+            attributes = {"num_embeddings": own, "padding_idx": padding if padding in range(own) else None}
+            become(module, VocabularyEmbedding, group, attributes, sequence=self.sequence)
         else:
             self._columns.apply(module, name, group)
 
@@ -224,8 +237,8 @@ class Heads:
         become(module, None, group, divided)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Attention(_ShortRepr):
     """Divides an ``nn.MultiheadAttention`` by heads.
 
     Attributes:
@@ -269,8 +282,8 @@ class Attention:
         Row(sequence=self.sequence).apply(attention.out_proj, f"{name}.out_proj", group)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Block(_ShortRepr):
     """Divides an ``nn.TransformerEncoderLayer`` or ``nn.TransformerDecoderLayer``: its attention and its linear layers.
 
     Attributes:
@@ -315,8 +328,8 @@ class Block:
         return styles
 
 
-@dataclass(frozen=True)
-class SummedWeights:
+@dataclass(frozen=True, repr=False)
+class SummedWeights(_ShortRepr):
     """Keeps a module's weights whole, and sums their gradients over the ranks, because its input is divided.
 
     For a norm between layers that are divided by positions, or a norm of each head.
@@ -329,8 +342,8 @@ class SummedWeights:
         become(module, Summed, group, {})
 
 
-@dataclass(frozen=True)
-class Whole:
+@dataclass(frozen=True, repr=False)
+class Whole(_ShortRepr):
     """Keeps a module or a parameter whole, between divided layers. Its input is whole, so its gradients are, too."""
 
     def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
@@ -340,8 +353,8 @@ class Whole:
         """Do nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequencePart:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SequencePart(_ShortRepr):
     """Divides the input of a module by positions, or gathers the positions of its output.
 
     Attributes:
@@ -409,7 +422,18 @@ def _dims(module: nn.Module, name: str, style: str) -> Mapping[str, int]:
     return _DIM_OF_CONV1D if kind == "conv1d" else _DIM_OF_LINEAR
 
 
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an embedding with torch's forward, or one that transformers only scales."""
+    scales = type(module).__name__.endswith("ScaledWordEmbedding")
+    return isinstance(module, nn.Embedding) and (type(module).forward is nn.Embedding.forward or scales)
+
+
 def _check_embedding(module: nn.Embedding, name: str) -> None:
+    if not is_plain_embedding(module):
+        raise InputError(
+            f"a divided embedding must have the forward of nn.Embedding; {name!r} is a {type(module).__name__} with a "
+            f"forward of its own; leave it out of tensor_parallel="
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             raise InputError(

@@ -248,9 +248,9 @@ def _ended(work: Any) -> bool:
     try:
         work.wait(_LOOK)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have ended just after the moment; raises its own error if it failed
     return True
 
 

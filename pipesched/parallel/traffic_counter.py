@@ -46,6 +46,10 @@ class TrafficCounter:
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self._action = ""
 
+    def begin(self, action: str) -> None:
+        """Count the following collectives under this action; "" for none."""
+        self._action = action
+
     @contextmanager
     def during(self, action: str) -> Iterator[None]:
         """Count the collectives in the ``with`` block under this action."""

@@ -167,7 +167,7 @@ class CostModel:
 
     def _measured_now(self, *, crowds: bool) -> dict[str, LayerCosts]:
         if self._may_wait:
-            with without_collectives():  # the user may have split layers
+            with without_collectives(self._model):  # the user may have split layers
                 self._measured_alone(crowds=False)
         return self._measured_alone(crowds=crowds)
 

@@ -117,9 +117,10 @@ class Pipeline(SavingInterface):
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
         mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
-        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that shard weights with
-            ``fully_shard`` (see wrap): ``{"pipeline": "pp", "replicate": "dp", "shard": "fsdp"}``. Default: dimensions
-            are recognised by names such as "pp", "dp" and "fsdp"; a mesh with only one dimension is a single pipeline.
+        axes: the mesh dimensions of the pipeline, of its replicas, of replicas that shard weights with ``fully_shard``
+            (see wrap), and of ranks that split layers (see ``Distributed(tensor_parallel=)``): ``{"pipeline": "pp",
+            "replicate": "dp", "shard": "fsdp", "tensor": "tp"}``. Default: dimensions are recognised by names such as
+            "pp", "dp", "fsdp" and "tp"; a mesh with only one dimension is a single pipeline.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
             that is, the model's output if it is a tensor, or else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
@@ -211,6 +212,15 @@ class Pipeline(SavingInterface):
             check_agreement(host.collectives, module, call, {**shared, "numerics": numerics, **distributed.agreed})
             _check_replicas(host.grid, plan, numerics, distributed, has_optimizers=optimizer is not None)
             initial = Initial(module, init, run_seed, loss_fn)
+            loss_weight, loss_reduction = resolve_loss(  # before layers are split, to see losses of whole layers
+                module,
+                call,
+                loss_fn,
+                numerics.loss_weight,
+                numerics.loss_reduction,
+                numerics.split_dims,
+                agreed=probing(host, distributed.tensor_parallel),
+            )
             split = split_layers(module, loss_fn, host, distributed, wrap=wrap, compiles=bool(compile))
             layers = layered(module, call, whole_layers)
             super().__init__(module, loss_fn)
@@ -253,15 +263,6 @@ class Pipeline(SavingInterface):
                 intra_op_threads=threads,
                 links=search.links,
                 replicas=replicas,
-            )
-            loss_weight, loss_reduction = resolve_loss(
-                module,
-                call,
-                loss_fn,
-                numerics.loss_weight,
-                numerics.loss_reduction,
-                numerics.split_dims,
-                agreed=probing(host, split),
             )
             auto_plan = AutoPlan(
                 model=model,

@@ -5,8 +5,7 @@ blocks. While a pipeline is made, and while layers are measured, the collectives
 (`RankHost.alone`), because each process runs the layers by itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,10 +19,10 @@ from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
-from pipesched.pipeline.options import Distributed
+from pipesched.pipeline.options import Distributed, TensorParallel
 from pipesched.runtime.rank_host import RankHost
 from pipesched.tensors.keyed_random import KeyedRandom
-from pipesched.tensors.meta_tensors import Beside
+from pipesched.tensors.meta_tensors import Beside, lacks_contents
 from pipesched.tensors.payload import pytree
 
 __all__ = ["probing", "random_numbers", "split_layers"]
@@ -59,13 +58,14 @@ def split_layers(
     return split_model(model, distributed.tensor_parallel, host.tensor)
 
 
-def probing(host: RankHost, split: SplitWeights | None) -> Callable[[Callable[[], T]], T]:
-    """Return a function that calls a function which runs the model, and returns rank 0's result in all processes.
+def probing(host: RankHost, tensor_parallel: TensorParallel | None) -> Callable[[Callable[[], T]], T]:
+    """Return a function that calls a function which runs the whole model, and returns rank 0's result in all processes.
 
     If the user may have split layers, whose collectives wait for other ranks, all ranks call the function.
+    ``tensor_parallel`` is the option that names the layers to split, if the user has not.
     """
     agreed = host.collectives.agreed
-    if host.tensor is None or split is not None:
+    if host.tensor is None or tensor_parallel is not None:
         return agreed
 
     def of_all(make: Callable[[], T]) -> T:
@@ -95,34 +95,59 @@ def random_numbers(
 def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dict[str, ActivationLayout]:
     """Return the layout of the activations that each layer gets, for layers that do not get whole activations.
 
-    The model runs once on the meta device, so that nothing is computed.
+    The model runs once on the meta device, so that nothing is computed. If its code needs values, it runs with them.
     """
     found: dict[str, ActivationLayout] = {}
-    with group.alone(), _noting(layered.modules, group, found), suppress(Exception):  # any error of a model's code
-        group.layout = ActivationLayout.WHOLE
-        _run_on_meta(model, *layered.sample)
+    notes = _LayoutNotes(layered.modules, group, found)
+    with group.alone(), set_aside(model):
+        try:
+            _run_on_meta(model, *layered.sample, notes)
+        except Exception:  # any error of a model's code
+            if lacks_contents(model):
+                raise
+            _run(model, *layered.sample, notes)
     group.layout = ActivationLayout.WHOLE
     return {name: layout for name, layout in found.items() if layout is not ActivationLayout.WHOLE}
 
 
-@contextmanager
-def _noting(layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]) -> Iterator[None]:
-    """Note the layout at the first call of each layer in the ``with`` block."""
+class _LayoutNotes:
+    """Notes the layout at the first call of each layer in a ``with`` block, and copies the notes at its end.
 
-    def note(name: str, *_: Any) -> None:
-        found.setdefault(name, group.layout)
+    The notes are made beside ``found``, because the state that hooks reach is restored after a run of the model.
+    """
 
-    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
+    def __init__(self, layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]) -> None:
+        self._layers = layers
+        self._group = group
+        self._found = found
+
+    def __enter__(self) -> None:
+        group = self._group
+        group.layout = ActivationLayout.WHOLE
+        notes: dict[str, ActivationLayout] = {}
+        self._notes = notes
+
+        def note(name: str, *_: Any) -> None:
+            notes.setdefault(name, group.layout)
+
+        self._handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in self._layers.items()]
+
+    def __exit__(self, *_: object) -> None:
+        self._found.clear()
+        self._found.update(self._notes)
+        for handle in self._handles:
             handle.remove()
 
 
-def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+    with untouched(model, model.training), torch.no_grad(), notes:
+        model(*args, **kwargs)
+
+
+def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     own = {name: torch.empty_like(tensor, device=_META) for name, tensor in tensors.items()}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), (args, kwargs))
-    with set_aside(model), untouched(model, model.training), torch.no_grad(), Beside(_META):
+    with untouched(model, model.training), torch.no_grad(), Beside(_META), notes:
         torch.func.functional_call(model, own, args, kwargs)

@@ -85,8 +85,8 @@ class RankHost:
         if self.sums is not None:
             self.sums.close()
         self.maker.connected.regroup(grid)
-        sums = SumRanks.of(grid)._replace(tensor=[])  # the layers keep their tensor group
-        return replace(self.maker.host(grid, sums), tensor=self.tensor, tensor_link=self.tensor_link)
+        host = self.maker.host(grid, SumRanks.of(grid), self.tensor)
+        return replace(host, tensor_link=self.tensor_link)
 
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, and return the timeline of the ranks in this process."""
@@ -100,9 +100,7 @@ class RankHost:
             self.sums.close()
 
 
-def alone(
-    tensor: TensorGroup | None, took_s: Callable[[Traffic], float] | None = None
-) -> AbstractContextManager[None]:
+def alone(tensor: TensorGroup | None, took_s: Callable[[Traffic], float] | None = None) -> AbstractContextManager[None]:
     """A context in which the layers that a tensor group splits, if there is one, run in this process alone.
 
     ``took_s`` is as in `TensorGroup.alone`.
@@ -181,22 +179,27 @@ class HostMaker:
     intra_op_threads: int
     reduction_order: ReductionOrder
 
-    def host(self, grid: RankGrid, sums: SumRanks) -> RankHost:
-        """Return the host of the ranks, arranged as ``grid`` and ``sums`` state. Collective."""
+    def host(self, grid: RankGrid, sums: SumRanks, tensor: TensorGroup | None = None) -> RankHost:
+        """Return the host of the ranks, arranged as ``grid`` and ``sums`` state. Collective.
+
+        ``tensor`` is the tensor group of this process, if it has been made before.
+        """
         connected, order = self.connected, self.reduction_order
+        collectives = ProcessCollectives(connected, order)
+        if len(grid.rows) > 1 or grid.planes:
+            ranks = [[[grid.global_ranks[rank] for rank in row] for row in rows] for rows in grid.every_plane]
+            facts = {"the ranks of the replicas": str(ranks if grid.planes else ranks[0])}
+            collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
+        if sums.tensor and tensor is None:
+            tensor = tensor_group(sums.tensor, connected)
+        note = None if tensor is None else tensor.counter.begin
         host = RankHost(
             grid=grid,
-            collectives=ProcessCollectives(connected, order),
-            executor=ProcessExecutor(connected, self.intra_op_threads),
+            collectives=collectives,
+            executor=ProcessExecutor(connected, self.intra_op_threads, note),
             maker=self,
+            tensor=tensor,
         )
-        if len(grid.rows) == 1 and not grid.planes:
-            return host
-        ranks = [[[grid.global_ranks[rank] for rank in row] for row in rows] for rows in grid.every_plane]
-        facts = {"the ranks of the replicas": str(ranks if grid.planes else ranks[0])}
-        host.collectives.agree_on(lambda: facts, "pass the same mesh= and axes= on every rank")
-        if sums.tensor:
-            host = replace(host, tensor=tensor_group(sums.tensor, connected))
         if len(grid.rows) == 1:
             return host
         whole = ReplicaGroup(sums.whole, connected.timeout_s, order)

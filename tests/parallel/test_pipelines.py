@@ -1,11 +1,12 @@
 """Pipelines of split layers: the same losses, norms and weights as one process, for every schedule and composition."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from pipesched import schedules
+from pipesched import Numerics, schedules
 from tests.support.jobs import tensor_parallel as jobs
 from tests.support.jobs.tensor_parallel import Case
 from tests.support.rank_processes import Ranks
@@ -39,7 +40,7 @@ def test_split_layers_train_as_one_process_with_the_same_bits_for_every_schedule
         case = Case(schedule=schedule, dtype=dtype)
         results = four.run(4, jobs.trained, case, timeout_s=60)
         assert max(jobs.differences(case, results).values()) <= LIMITS[dtype]
-        assert all((own.share > 0.02) == (schedule != "1f1b") for own in results), [own.share for own in results]
+        assert all((own.share > 0.01) == (schedule != "1f1b") for own in results), [own.share for own in results]
         found = {f"{rank % 2} {name}": own for rank, one in enumerate(results) for name, own in one.weights.items()}
         assert (found.keys(), len(found)) == ((first or found).keys(), 2 * 4 * 6)
         assert all(torch.equal(own, (first or found)[name]) for name, own in found.items())
@@ -93,6 +94,29 @@ def test_options_that_split_layers_do_not_allow_are_refused_by_name(four: Ranks)
         assert "got 'column'; for example, pass {'blocks.*.up': 'column'" in found["no mapping"]
 
 
+@pytest.mark.parametrize("boundary", [1, 2, 3])
+def test_a_stage_may_begin_where_activations_are_divided(four: Ranks, boundary: int) -> None:
+    """The first dropout of the stage then draws this rank's block of the mask."""
+    assert max(four.run(4, jobs.cut_between, boundary)) <= 1e-5
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "always": {"checkpoint": "always"},
+    "some": {"checkpoint": {"0": "recompute", "1": "recompute-cheap", "2": "offload"}},
+    "tree": {"numerics": Numerics(reduction_order="tree")},
+    "skip": {"numerics": Numerics(on_nonfinite="skip")},
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_numerics_and_memory_work_with_split_layers(four: Ranks, schedule: str, option: str) -> None:
+    due = jobs.looped(torch.float32, 1, None).losses
+    for losses in four.run(4, jobs.with_options, schedule, OPTIONS[option], timeout_s=60):
+        assert losses == pytest.approx(due, rel=1e-5)
+
+
 # ---- the methods of a pipeline --------------------------------------------------------------------------------------
 
 
@@ -118,7 +142,7 @@ def test_the_ranks_of_a_tensor_group_compare_their_batches(four: Ranks) -> None:
 
 def test_all_planes_split_the_same_layers(four: Ranks) -> None:
     for said in four.run(4, jobs.other_styles):
-        assert "all ranks must have the same model and arguments; rank 1 differs from rank 0: tensor_parallel= is" in said
+        assert "rank 1 differs from rank 0: tensor_parallel= is" in said
 
 
 def test_replicas_of_split_layers_become_one_pipeline(four: Ranks) -> None:
@@ -132,3 +156,13 @@ def test_predictions_contain_the_collectives_of_layers(four: Ranks) -> None:
     forward, inputs, weights = four.run(4, jobs.costs, latency_s, timeout_s=60)[0]
     assert min(*forward, *inputs) >= 2 * 2 * latency_s
     assert 0 < max(weights) < latency_s
+
+
+def test_the_traffic_of_a_step_is_that_of_its_actions(four: Ranks) -> None:
+    """Each of two blocks of a stage adds its output in the F and the gradient of its input in the I."""
+    size = 4 * jobs.ROWS // 8 * jobs.LENGTH * jobs.WIDTH
+    calls = 2 * 8
+    for found in four.run(4, jobs.traffic, timeout_s=60):
+        assert found.pop(("F", "all-reduce")) == (calls, calls * size, calls * size, 2 * calls)
+        assert found.pop(("I", "all-reduce")) == (calls, calls * size, calls * size, 2 * calls)
+        assert {action for action, _ in found} == {"NORM"}

@@ -50,15 +50,27 @@ def test_layers_that_the_user_has_split_train_as_the_loop(ranks: Ranks, schedule
         assert max(found.values()) <= 1e-6
 
 
-def test_layers_that_the_user_has_split_are_not_measured_by_one_rank(ranks: Ranks) -> None:
-    for found in ranks.run(4, jobs.not_measured, timeout_s=60):
-        assert "a layer called the collective 'allreduce_' of torch.distributed" in found
-        assert "pass schedule= and boundaries=" in found
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("by hand", "a layer called the collective 'allreduce_' of torch.distributed"),
+        ("DTensor", "the weight '0.0.up.weight' is a DTensor, which is divided among processes"),
+    ],
+)
+def test_layers_that_the_user_has_split_are_not_measured_by_one_rank(ranks: Ranks, how: str, found: str) -> None:
+    for said in ranks.run(4, jobs.not_measured, how, timeout_s=60):
+        assert found in said
+        assert "pass schedule= and boundaries=" in said
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_layers_that_wrap_divides_train_as_the_loop(ranks: Ranks, schedule: str) -> None:
     assert max(ranks.run(4, jobs.wrapped, schedule, timeout_s=60)) <= 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_with_dtensors_train_as_the_loop(ranks: Ranks, schedule: str) -> None:
+    assert max(ranks.run(4, jobs.dtensors, schedule, timeout_s=60)) <= 1e-6
 
 
 @pytest.mark.parametrize("own_loss", [False, True])

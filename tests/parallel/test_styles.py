@@ -8,7 +8,7 @@ from torch import nn
 
 from pipesched.errors import ArgumentError, InputError
 from pipesched.parallel.divided_regions import divided_regions
-from pipesched.parallel.layer_styles import Block, Column, Heads, Row
+from pipesched.parallel.layer_styles import Block, Column, Heads, Row, SequencePart
 from pipesched.parallel.styles import split_model, styles_of, unsplit_model
 from pipesched.parallel.tensor_group import TensorGroup
 from pipesched.parallel.weight_split import WeightSplit
@@ -205,11 +205,24 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
         split_model(nn.Sequential(Own(4, 4)), {"0": "column"}, group())
 
 
+class Shifted(nn.Embedding):
+    def forward(self, numbers):
+        return super().forward(numbers) + numbers.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("style", ["vocabulary", "column-gathered", "heads"])
+def test_an_embedding_with_a_forward_of_its_own_is_refused(style):
+    with pytest.raises(InputError, match="'0' is a Shifted with a forward of its own; leave it out"):
+        split_model(nn.Sequential(Shifted(4, 4)), {"0": style}, group())
+
+
 def test_auto_refuses_unknown_models_and_uneven_heads():
     with pytest.raises(InputError, match="got a Blocks; name its layers instead"):
         split_model(Blocks(), "auto", group())
     with pytest.raises(InputError, match=r"'layers\.0\.self_attn' has 3 heads for 2 ranks"):
-        split_model(nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 3, 8, batch_first=True), 2), "auto", group())
+        split_model(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 3, 8), 2, enable_nested_tensor=False), "auto", group()
+        )
 
 
 def test_auto_finds_the_blocks_of_torch():
@@ -272,4 +285,6 @@ def test_parameters_beside_divided_layers_are_refused_without_a_style():
 
 def test_styles_are_shown_as_they_are_written():
     assert repr(Heads("num_heads", "split_size")) == "Heads('num_heads', 'split_size')"
-    assert repr(Row()) == "Row(whole_input=False, sequence=False)"
+    assert repr(Row()) == "Row()"
+    assert repr(Column(sections=3, gathered=True)) == "Column(sections=3, gathered=True)"
+    assert repr(SequencePart(begins=True)) == "SequencePart(begins=True)"

@@ -18,3 +18,33 @@ def test_models_divided_by_auto_give_the_numbers_of_the_whole_model(ranks, name,
     for difference, part, _ in ranks.run(2, job, 2, name, attention, training, timeout_s=100):
         assert difference < 1e-10
         assert part < 0.6
+
+
+PLANNED = ["gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2", "exaone4", "mistral", "cohere2"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_models_with_a_plan_of_transformers_give_the_numbers_of_the_whole_model(ranks, name):
+    limit = 1e-6 if name == "gemma3_text" else 1e-10  # its norms compute in float32
+    for difference, part, _ in ranks.run(2, job, 2, name, "eager", True, timeout_s=100):
+        assert difference < limit
+        assert part < 0.6
+
+
+def refused(process_group, name):
+    from tests.support.divided_transformers import refusal
+
+    return refusal(process_group, name)
+
+
+def test_weights_that_a_plan_forgets_are_refused_by_name(ranks):
+    """The plan of Apertus leaves out the two weights of its activation, whose gradients are parts of a sum."""
+    for message in ranks.run(2, refused, "apertus", timeout_s=100):
+        assert "'model.layers.0.mlp.act_fn' (a XIELUActivation) runs where activations are divided" in message
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_plans_with_experts_are_refused_by_name(ranks, name):
+    for message in ranks.run(2, refused, name, timeout_s=100):
+        assert "must know the styles of the model's plan; 'model.layers.0.mlp.experts" in message
+        assert "name the layers in tensor_parallel= instead" in message

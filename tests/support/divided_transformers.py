@@ -5,6 +5,8 @@ import copy
 import torch
 from torch.nn import functional
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -17,6 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from pipesched.errors import InputError
 from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.styles import split_model
 from pipesched.tensors.function_mode import Intercept
@@ -107,6 +110,28 @@ def gated_t5(**options):
     return t5(feed_forward_proj="gated-gelu", **options)
 
 
+def planned(kind):
+    """A model with transformers' plan."""
+
+    def make(**options):
+        config = AutoConfig.for_model(
+            kind,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=16,
+            attention_dropout=0.2,
+            hidden_dropout=0.1,
+            **SHARED,
+        )
+        return AutoModelForCausalLM.from_config(config, **options)
+
+    return make
+
+
 MODELS = {"gpt2": gpt2, "llama": llama, "qwen3": qwen3, "bert": bert, "t5": t5, "gated t5": gated_t5}
 
 
@@ -137,7 +162,7 @@ def trained(model, inputs, labels, random, *, training=True):
 
 def make(name, attention, **options):
     torch.manual_seed(0)
-    return MODELS[name](attn_implementation=attention, **options).double()
+    return MODELS.get(name, planned(name))(attn_implementation=attention, **options).double()
 
 
 def compared_model(process_group, size, name, attention, training, wanted="auto"):
@@ -152,3 +177,16 @@ def compared_model(process_group, size, name, attention, training, wanted="auto"
     numbers = [sum(weight.numel() for weight in one.parameters()) for one in (divided, model)]
     names = sorted(name for name, _ in model.named_parameters() if name in splits)
     return whole(results, splits).difference(expected), numbers[0] / numbers[1], names
+
+
+def refusal(process_group, name):
+    """The error of a forward, or of splitting, of a model that "auto" refuses."""
+    torch.manual_seed(0)
+    model = planned(name)(attn_implementation="eager")
+    inputs, _ = batch(model)
+    try:
+        split_model(model, "auto", grouped(process_group, 2))
+        model(**inputs)
+    except InputError as error:
+        return str(error)
+    return "nothing"

@@ -22,7 +22,7 @@ stop within seconds, or at the latest after ``timeout_s``.
 """
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -47,11 +47,15 @@ class ProcessExecutor:
     Args:
         connected: this process's rank, connected to the other ranks. After a failure, it is closed in all ranks.
         intra_op_threads: the number of CPU threads per operation on this rank.
+        note: called with the kind of each action before it runs, and with "" after the last. Default: None.
 
     """
 
-    def __init__(self, connected: ConnectedRank, intra_op_threads: int = 1) -> None:
+    def __init__(
+        self, connected: ConnectedRank, intra_op_threads: int = 1, note: Callable[[str], None] | None = None
+    ) -> None:
         self.connected = connected
+        self._note = note
         self._grid = connected.grid
         self._activity = connected.activity
         self._streams = streams_for(connected.device)
@@ -193,6 +197,8 @@ class ProcessExecutor:
                 rank.finish(stamps)
         finally:
             self._streams.end()
+            if self._note is not None:
+                self._note("")
         size = len(grid.pipeline)
         all_stamps = [stamps if index == grid.position else Stamps.room_for(()) for index in range(size)]
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self.connected.time_offset_s)
@@ -213,9 +219,11 @@ class ProcessExecutor:
     def _interpret(self, rank: BoundRank, stamps: Stamps) -> None:
         bell = self.connected.alarm.bell
         try:
-            for _ in interpret(rank, self._streams, stamps):
+            for action in interpret(rank, self._streams, stamps):
                 if bell.rung:
                     raise Stopped
+                if self._note is not None:
+                    self._note(action.kind.name)
         except RuntimeError as error:
             if isinstance(error.__cause__, StopIteration):  # the generator has wrapped a layer's StopIteration
                 raise error.__cause__ from None

@@ -199,7 +199,7 @@ def broken_on_one(group: places.Group, path: str) -> str:
     return "nothing"
 
 
-def _ends(file: Any, into: memoryview, path: Path) -> None:
+def _ends(name: str, into: Tensor, path: Path, part: Any) -> None:
     raise InputError(f"{path} ends before")
 
 

@@ -178,12 +178,15 @@ def by_hand(group: Any, schedule: str, inputs: str = "all") -> dict[str, float]:
     return {"loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True))}
 
 
-def not_measured(group: Any) -> str:
+def not_measured(group: Any, how: str) -> str:
     """Return why a pipeline of blocks that the user has split cannot choose its boundaries."""
     mesh = mesh_of((2, 2), ("pp", "tp"))
     model = whole_model()
     for block in model:
-        block[0] = ByHand(block[0], mesh["tp"].get_group())
+        if how == "DTensor":
+            parallelize_module(block[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        else:
+            block[0] = ByHand(block[0], mesh["tp"].get_group())
     x, _ = batch()
     return said(lambda: pipeline(mesh, model, x, distributed=Distributed(timeout=20, weights="own")))
 
@@ -200,6 +203,19 @@ def wrapped(group: Any, schedule: str) -> float:
 
     x, y = batch()
     with pipeline(mesh, _linears(), x, wrap=wrap, schedule=schedule, boundaries=[6]) as pipe:
+        loss = float(pipe.step(x, target=y))
+    options = {"loss_fn": functional.mse_loss, "target": y, "num_microbatches": 4, "seed": SEED}
+    return abs(loss - float(reference_step(_linears(), x, **options)))
+
+
+def dtensors(group: Any, schedule: str) -> float:
+    """Return the difference of the loss from a plain loop, if the weights of the user's model are DTensors."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))
+    model = _linears()
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x, y = batch()
+    with pipeline(mesh, model, x, schedule=schedule, boundaries=[6]) as pipe:
         loss = float(pipe.step(x, target=y))
     options = {"loss_fn": functional.mse_loss, "target": y, "num_microbatches": 4, "seed": SEED}
     return abs(loss - float(reference_step(_linears(), x, **options)))
@@ -236,18 +252,21 @@ def captured(group: Any, own_loss: bool) -> float:
     x, y = batch()
     options: dict[str, Any] = {"loss_fn": None if own_loss else functional.mse_loss}
     batch_of: dict[str, Any] = {"labels": y} if own_loss else {"target": y}
-    with warnings.catch_warnings(action="ignore"), Pipeline(
-        model,
-        (x[:4], y[:4]) if own_loss else x[:4],
-        mesh=mesh,
-        schedule="1f1b",
-        num_microbatches=4,
-        boundaries=[2],
-        whole_layers=[f"blocks.{number}" for number in range(4)],
-        seed=SEED,
-        distributed=Distributed(timeout=20, weights="own"),
-        **options,
-    ) as pipe:
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Pipeline(
+            model,
+            (x[:4], y[:4]) if own_loss else x[:4],
+            mesh=mesh,
+            schedule="1f1b",
+            num_microbatches=4,
+            boundaries=[2],
+            whole_layers=[f"blocks.{number}" for number in range(4)],
+            seed=SEED,
+            distributed=Distributed(timeout=20, weights="own"),
+            **options,
+        ) as pipe,
+    ):
         loss = float(pipe.step(x, **batch_of))
     return abs(loss - float(reference_step(Captured(blocks), x, num_microbatches=4, seed=SEED, **options, **batch_of)))
 

@@ -2,6 +2,7 @@
 
 import warnings
 from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Trained(NamedTuple):
     norms: list[float | None]
     #: This rank's blocks of the weights of its stages, or with zero=3 the whole weights, by their names.
     weights: dict[str, Tensor]
-    #: W / (I + W) of this rank's actions in seconds; 0 if there is no W.
+    #: W / (I + W), of the median times of this rank's actions; 0 if there is no W.
     share: float
 
 
@@ -107,12 +108,15 @@ def trained(group: Any, case: Case) -> Trained:
         for _ in range(STEPS):
             losses.append(float(step(pipe, case)))
             norms.append(None if pipe.grad_norm is None else float(pipe.grad_norm))
-        spans = list(pipe.trace.spans)
-        took = {kind: sum(s.end_s - s.start_s for s in spans if s.action.kind is kind) for kind in (Kind.I, Kind.W)}
+        inputs_s, weights_s = (_median_s(pipe.trace, kind) for kind in (Kind.I, Kind.W))
         if case.zero == 3:
             pipe.gather_model()
         weights = {name: own.detach().clone() for name, own in pipe.named_parameters()}
-        return Trained(losses, norms, weights, took[Kind.W] / sum(took.values()) if took[Kind.W] else 0.0)
+        return Trained(losses, norms, weights, weights_s / (inputs_s + weights_s) if weights_s else 0.0)
+
+
+def _median_s(trace: Any, kind: Kind) -> float:
+    return median([span.end_s - span.start_s for span in trace.spans if span.action.kind is kind] or [0.0])
 
 
 @cache
@@ -343,3 +347,49 @@ def costs(group: Any, latency_s: float) -> Any:
     with pipeline(Case(schedule="zb-h1", clip=None), search=Search(links=links), boundaries=[2]) as pipe:
         own = pipe.predicted.costs
         return own.forward_s, own.input_grad_s, own.weight_grad_s
+
+
+def cut_between(group: Any, boundary: int) -> float:
+    """Return the difference of the losses from a plain loop if a stage begins where activations are divided."""
+
+    def flat() -> nn.Sequential:
+        torch.manual_seed(0)
+        parts = [(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)) for _ in "ab"]
+        return nn.Sequential(*(layer for part in parts for layer in part))
+
+    split = {"0": "column", "3": "row", "4": "column", "7": "row"}
+    case = Case(clip=None)
+    with pipeline(case, model=flat(), boundaries=[boundary], distributed={"tensor_parallel": split}) as pipe:
+        losses = [float(step(pipe, case)) for _ in range(2)]
+    model = flat()
+    optimizer = sgd(list(model.parameters()))
+    x, y = batch_of()
+    differences = []
+    for number, loss in enumerate(losses):
+        options = {"target": y, "num_microbatches": 8, "seed": SEED, "step": number}
+        differences.append(abs(loss - float(reference_step(model, x, loss_fn=functional.mse_loss, **options))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(differences)
+
+
+def with_options(group: Any, schedule: str, options: dict[str, Any]) -> list[float]:
+    """Return the losses with other options."""
+    case = Case(schedule=schedule, clip=None)
+    with pipeline(case, **options) as pipe:
+        return [float(step(pipe, case)) for _ in range(STEPS)]
+
+
+def traffic(group: Any) -> dict[tuple[str, str], tuple[int, int, int, int]]:
+    """Return the number of collectives, sent and received bytes, and rounds of the second step of this rank."""
+    case = Case(schedule="zb-h1")
+    with pipeline(case, boundaries=[2]) as pipe:
+        step(pipe, case)  # shows which weight gradients the W computes
+        tensor = pipe._running.host.tensor
+        assert tensor is not None
+        tensor.counter.clear()
+        step(pipe, case)
+        return {
+            key: (own.calls, own.sent_bytes, own.received_bytes, own.rounds)
+            for key, own in tensor.counter.traffic.items()
+        }
