@@ -93,8 +93,6 @@ class TensorGroup:
     def alone(self, took_s: Callable[[Traffic], float] | None = None) -> Iterator[None]:
         """In the ``with`` block, collectives exchange nothing, but count and return tensors of the right shape.
 
-        A sum is then this rank's tensor, so that the rows of a batch stay independent of each other.
-
         ``took_s`` returns how long a collective would take, in seconds, given its traffic. The collectives then wait
         for so long, so that the measured time of a layer includes them. Default: None (they take no time).
         """
@@ -168,8 +166,6 @@ class TensorGroup:
         dim = order.index(dim % tensor.dim())
         blocks = tensor.permute(order).unflatten(dim, (self.size, part)).movedim(dim, 0)
         own = _sum(self._exchanged("reduce-scatter", blocks.reshape(self.size, -1)))
-        if self._alone:
-            return self.own(tensor, dim).clone()
         return own.view(blocks.shape[1:]).permute(_inverse(order))
 
     def _reduced(self, kind: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
@@ -183,8 +179,6 @@ class TensorGroup:
             flat = torch.cat([flat, flat.new_zeros(missing)])
         shard = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
         whole = self._gathered(kind, shard).reshape(-1)
-        if self._alone:
-            return tensor.clone()
         return whole[: flat.numel() - missing].view(own.shape).permute(_inverse(order))
 
     def _exchanged(self, kind: str, shards: Tensor, calls: int = 1) -> Tensor:
