@@ -163,9 +163,12 @@ class TensorGroup:
             return tensor
         order = _memory_order(tensor)
         part = self.own(tensor, dim).shape[dim]
-        dim = order.index(dim % tensor.dim())
-        blocks = tensor.permute(order).unflatten(dim, (self.size, part)).movedim(dim, 0)
-        own = _sum(self._exchanged("reduce-scatter", blocks.reshape(self.size, -1)))
+        at = order.index(dim % tensor.dim())
+        blocks = tensor.permute(order).unflatten(at, (self.size, part)).movedim(at, 0)
+        shards = self._exchanged("reduce-scatter", blocks.reshape(self.size, -1))
+        if self._alone:
+            return self.own(tensor, dim).clone()
+        own = _sum(shards)
         return own.view(blocks.shape[1:]).permute(_inverse(order))
 
     def _reduced(self, kind: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
@@ -179,6 +182,8 @@ class TensorGroup:
             flat = torch.cat([flat, flat.new_zeros(missing)])
         shard = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
         whole = self._gathered(kind, shard).reshape(-1)
+        if self._alone:
+            return tensor.clone()  # a sum of other rows would mix the rows of a batch
         return whole[: flat.numel() - missing].view(own.shape).permute(_inverse(order))
 
     def _exchanged(self, kind: str, shards: Tensor, calls: int = 1) -> Tensor:

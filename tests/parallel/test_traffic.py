@@ -171,3 +171,13 @@ def test_a_group_of_meta_tensors_gives_meta_tensors():
     assert group.all_reduce(tensor).is_meta
     assert group.all_gather(tensor, 1).shape == (8, 32)
     assert group.reduce_scatter(tensor, 0).shape == (2, 8)
+
+
+def test_a_group_that_is_alone_mixes_no_rows():
+    """While a pipeline is made, the loss of a batch must depend on the losses of its rows as in one process."""
+    tensor = torch.randn(4, 6, 8)
+    group = TensorGroup.counting(2, 1)
+    assert torch.equal(group.all_reduce(tensor), tensor)
+    assert torch.equal(group.max(tensor), tensor)
+    assert torch.equal(group.all_gather(tensor, 2), torch.cat([tensor, tensor], 2))
+    assert torch.equal(group.reduce_scatter(tensor, 1), tensor[:, 3:])
