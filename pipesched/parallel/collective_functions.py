@@ -32,8 +32,6 @@ __all__ = [
     "summed_weights",
 ]
 
-_COPY = "_pipesched_copy"  # the attribute of a tensor that refers to its copy
-
 
 class _CopyTo(torch.autograd.Function):
     @staticmethod
@@ -116,15 +114,13 @@ def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
     """
     if group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    kept = None if x.is_leaf else vars(x).get(_COPY)
-    if kept is not None and kept[0] is group and kept[1] == x._version:
-        found: Tensor = kept[2]
-        return found
+    shared = group.shared
+    if shared is not None and shared[0] is x and shared[1] == x._version:
+        return shared[2]
+    copy: Tensor
     (copy,) = _CopyTo.apply(group, (x.detach(),), x)  # type: ignore[no-untyped-call]
-    if not x.is_leaf:  # the copy of a leaf would keep the leaf alive
-        vars(x)[_COPY] = group, x._version, copy
-    result: Tensor = copy
-    return result
+    group.shared = x, x._version, copy
+    return copy
 
 
 def summed_weights(group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -58,7 +58,6 @@ class TensorGroup:
 
     Attributes:
         counter: counts the collectives.
-        layout: what each rank holds of the activations at the present point of a forward.
         sequence_dim: the dimension of activations that numbers the positions of a sequence.
 
     """
@@ -78,7 +77,9 @@ class TensorGroup:
         self.size = size
         self.sequence_dim = sequence_dim
         self.counter = TrafficCounter()
-        self.layout = ActivationLayout.WHOLE
+        #: The tensor that layers with columns got last, its version, and the copy that they share.
+        self.shared: tuple[Tensor, int, Tensor] | None = None
+        self._layout = ActivationLayout.WHOLE
         self._process_group = process_group
         self._check = check
         self._alone = process_group is None
@@ -102,6 +103,17 @@ class TensorGroup:
             yield
         finally:
             self._alone, self._took_s = before
+
+    @property
+    def layout(self) -> ActivationLayout:
+        """What each rank holds of the activations at the present point of a forward."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: ActivationLayout) -> None:
+        self._layout = layout
+        if layout is not ActivationLayout.DIVIDED:
+            self.shared = None
 
     @property
     def is_alone(self) -> bool:

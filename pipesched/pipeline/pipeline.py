@@ -1122,7 +1122,8 @@ class Pipeline(SavingInterface):
         step makes the model stale again. In one process the model is always complete, and this method does nothing.
 
         With ``Distributed(zero=3)`` each replica holds only its own rows of the weights, even before the first step and
-        after ``close()``; the model can then be used only after this method has run.
+        after ``close()``; the model can then be used only after this method has run. The same is true of layers that
+        are split over ranks (``tensor_parallel=``). This method makes them whole, and the next step splits them again.
 
         Every rank of the mesh must call this method, even after ``close()``. A rank that gathers needs memory for the
         whole model. Parameters stay the same objects on the same devices, except that parameters on the meta device are

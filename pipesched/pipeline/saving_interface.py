@@ -63,7 +63,8 @@ class SavingInterface(ModuleInterface):
         next ``step()``. A checkpoint that is already at ``path`` stays usable until the new one is complete, even if
         the save is killed or the disk is full. Under a mesh, every rank must call this method. Each rank writes its own
         stages to a file system that all ranks share. With several replicas, every rank of every replica must call this
-        method; the ranks of replica 0 write. With ``zero=`` above 0, all ranks write.
+        method; the ranks of replica 0 write. With ``zero=`` above 0, all ranks write. If layers are split over ranks
+        (``tensor_parallel=``), the ranks of each tensor group gather whole tensors, and the first of each group writes.
 
         Args:
             path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
@@ -111,7 +112,7 @@ class SavingInterface(ModuleInterface):
         mesh, every rank must call this method; each rank reads only the files that it needs. The number of replicas can
         change if the total number of micro-batches in all replicas stays the same. The resumed run then differs in
         rounding, and a warning says so, unless both runs use ``Numerics(reduction_order="tree")``. ``zero=`` can also
-        change.
+        change, and so can the number of ranks that split layers, which affects rounding, too.
 
         Args:
             path: the folder of a checkpoint, or a folder with several checkpoints (see ``keep`` of ``save``). Of
@@ -155,8 +156,8 @@ class SavingInterface(ModuleInterface):
         Returns:
             A dict of plain values and tensors that ``torch.load`` can read with ``weights_only=True``. Under a mesh, it
             holds this rank's part of the checkpoint. With several replicas, only the ranks of replica 0 get tensors;
-            with ``zero=`` above 0, all ranks do. The tensors share memory with the pipeline, so copy them before the
-            next step.
+            with ``zero=`` above 0, all ranks do. Of the ranks of a tensor group, only the first gets tensors. The
+            tensors share memory with the pipeline, so copy them before the next step.
 
         Raises:
             CheckpointError: a value cannot be saved.

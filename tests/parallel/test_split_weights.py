@@ -33,8 +33,8 @@ def two() -> Iterator[Ranks]:
     ranks.close()
 
 
-def test_the_gathered_model_is_the_users_whole_model(four: Ranks) -> None:
-    case = Case((1, 2, 2), dropout=0.0)
+@pytest.mark.parametrize("case", [Case((1, 2, 2), dropout=0.0), Case((2, 1, 2), dropout=0.0, zero=3, tied=False)])
+def test_the_gathered_model_is_the_users_whole_model(four: Ranks, case: Case) -> None:
     losses, between = jobs.gathered_loop(case)
     for rank, found in enumerate(four.run(4, jobs.gathered, case, timeout_s=100)):
         assert found["losses"] == pytest.approx(losses, rel=1e-12)
@@ -47,7 +47,7 @@ def test_the_gathered_model_is_the_users_whole_model(four: Ranks) -> None:
         assert found["after close"]
         assert found["own"][0]
         assert found["own"][1] < found["own"][2]
-        assert found["whole"] == ((24, 16) if rank == 1 else (12, 16))
+        assert (found["whole"] == (24, 16)) == (rank == 1)
 
 
 def test_state_dicts_are_loaded_and_exported_whole(four: Ranks, two: Ranks, tmp_path: Path) -> None:
@@ -86,6 +86,13 @@ def test_models_without_weights_get_the_same_bits_with_any_number_of_planes(
             assert all(torch.equal(value, due[name]) for name, value in found.items())
         block_bytes = [own.nbytes // (dims[2] if jobs.is_split(name) else 1) for name, own in named.items()]
         assert sum(held for _, held in results) == dims[2] * sum(block_bytes)
+
+
+def test_the_predicted_memory_is_that_of_blocks(four: Ranks) -> None:
+    for rank, (held, predicted) in enumerate(four.run(4, jobs.memory_of, Case((1, 2, 2), tied=False), timeout_s=60)):
+        own = predicted[rank // 2]
+        assert own["parameters"] == own["gradients"] == held
+        assert 2 * held <= own["optimizer"] < 2.05 * held  # AdamW has two numbers for each, and counts steps
 
 
 @pytest.mark.one_in(2)

@@ -20,6 +20,29 @@ def test_models_divided_by_auto_give_the_numbers_of_the_whole_model(ranks, name,
         assert part < 0.6
 
 
+def by_sequence(process_group):
+    from pipesched.parallel.layer_styles import Column, Heads, Row
+    from tests.support.divided_transformers import compared_model
+
+    wanted = {
+        "transformer.drop": "sequence-begin",
+        "transformer.h.*.ln_*": "summed",
+        "transformer.h.*.attn": Heads("num_heads", "split_size"),
+        "transformer.h.*.attn.c_attn": Column(sections=3, sequence=True),
+        "transformer.h.*.attn.c_proj": Row(sequence=True),
+        "transformer.h.*.mlp.c_fc": Column(sequence=True),
+        "transformer.h.*.mlp.c_proj": Row(sequence=True),
+        "transformer.ln_f": "sequence-end",
+    }
+    return compared_model(process_group, 2, "gpt2", "eager", True, wanted)
+
+
+def test_gpt2_divided_by_positions_gives_the_numbers_of_the_whole_model(ranks):
+    for difference, _, names in ranks.run(2, by_sequence, timeout_s=100):
+        assert difference < 1e-10
+        assert "transformer.h.0.attn.c_attn.weight" in names
+
+
 PLANNED = ["gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2", "exaone4", "mistral", "cohere2"]
 
 

@@ -21,7 +21,7 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.parallel.layer_styles import Column
 from pipesched.parallel.model_forms import ModelForms
 from pipesched.parallel.styles import split_model
-from pipesched.parallel.tensor_group import TensorGroup
+from pipesched.parallel.tensor_group import TensorGroup, _ended
 from pipesched.parallel.weight_split import SplitWeights, WeightSplit
 from pipesched.pipeline.split_state import own_state, whole_state
 from pipesched.runtime.gradients.norms import GradientNorms
@@ -88,6 +88,20 @@ def test_blocks_that_do_not_divide_evenly_are_refused() -> None:
         InputError, match=r"dimension 0 of 'w' has 6 elements for 4 ranks; choose a number of ranks that"
     ):
         WeightSplit(dim=0, sections=(8, 6)).check((14, 2), 4, "'w'")
+
+
+def test_a_collective_that_ends_just_after_a_rank_has_looked_has_not_failed() -> None:
+    class Ends:
+        """A collective that ends between a wait that was too short and the question whether it has ended."""
+
+        def wait(self, *limit: Any) -> None:
+            if limit:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return True
+
+    assert _ended(Ends())
 
 
 # ---- norms --------------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def gathered(group: Any, case: Case) -> dict[str, Any]:
         losses = run.train(range(2))
         found["stale"] = said(lambda: model(batch(0)[0]))
         state = cloned(pipe.full_state_dict())
-        own = pipe.state_dict()
+        own = pipe.state_dict() if case.zero < 3 else {}
         found["own"] = all(torch.equal(value, state[name]) for name, value in own.items()), len(own), len(state)
         pipe.gather_model()
         found["loss"] = plain_loss(model)
@@ -356,6 +356,15 @@ def filled(group: Any, case: Case, init: Any) -> tuple[dict[str, Tensor], int]:
     with made(case, case.model, **options) as pipe:
         held = sum(parameter.nbytes for _, parameter in pipe.named_parameters())
         return cloned(pipe.full_state_dict()), held
+
+
+def memory_of(group: Any, case: Case) -> tuple[int, list[dict[str, int]]]:
+    """Return the bytes of the weights that this rank holds, and the predicted memory of all ranks of a pipeline."""
+    with made(case, case.model()) as pipe:
+        held = sum(parameter.nbytes for _, parameter in pipe.named_parameters())
+        predicted = pipe.predicted_memory
+        names = ("parameters", "gradients", "optimizer")
+        return held, [{name: int(getattr(own, name)) for name in names} for own in predicted]
 
 
 @torch.no_grad()

@@ -1,0 +1,42 @@
+"""Models of transformers that "auto" divides train over stages and tensor ranks as in one process."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.rank_processes import Ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Start four processes that serve as ranks for all tests of this file."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def job(process_group, *args):
+    from tests.support.jobs.divided_transformers import Training, difference
+
+    return difference(process_group, Training(*args))
+
+
+CASES = [
+    ("gpt2", "eager", "1f1b"),
+    ("gpt2", "sdpa", "zb-h1"),
+    ("llama", "eager", "1f1b"),
+    ("llama", "sdpa", "zb-h1"),
+    ("bert", "eager", "1f1b"),
+    ("bert", "sdpa", "zb-h1"),
+    ("t5", "sdpa", "1f1b"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_models_train_as_in_one_process(four, case):
+    """With dropout, clipping, padding, uneven labels of -100 and tied heads."""
+    assert max(four.run(4, job, *case, timeout_s=100)) < 1e-5
+
+
+def test_a_frozen_embedding_with_a_tied_head_stays_as_in_one_process(four):
+    assert max(four.run(4, job, "gpt2", "eager", "1f1b", 2, 2, 3, "transformer.wte", timeout_s=100)) < 1e-5
