@@ -28,8 +28,11 @@ class PipelineArguments:
         pipeline_devices: the device of each rank if one process runs all ranks, such as ``["cuda:0", "cuda:1"]``.
             Default: all accelerators that the process sees, or one CPU. Under torchrun each process is one rank, on the
             device of its TrainingArguments.
-        pipeline_parallel_size: the number of processes of each pipeline, under torchrun. Default: all processes. With
+        pipeline_parallel_size: the number of ranks of each pipeline, under torchrun. Default: all processes. With
             fewer, the processes form several replicas of the pipeline, each with its own part of the data.
+        pipeline_tensor_size: the number of processes over which the layers of a model are split, under torchrun, as
+            ``Distributed(tensor_parallel="auto")`` splits them. ``pipeline_parallel_size`` times as many processes then
+            form a pipeline. Default: 1 (layers are whole).
         pipeline_schedule: the name of a schedule. Default: "auto" (the best plan that a search finds).
         pipeline_microbatches: the number of micro-batches of a training step in each pipeline, a multiple of
             ``gradient_accumulation_steps``. Default: at least twice the number of ranks of a pipeline.
@@ -47,6 +50,7 @@ class PipelineArguments:
 
     pipeline_devices: list[str] | None = field(default=None, metadata={"help": "Device of each rank, in one process."})
     pipeline_parallel_size: int | None = field(default=None, metadata={"help": "Number of processes of a pipeline."})
+    pipeline_tensor_size: int = field(default=1, metadata={"help": "Number of processes that split each layer."})
     pipeline_schedule: str = field(
         default="auto", metadata={"help": "Name of a schedule; auto searches for the best plan."}
     )
@@ -61,7 +65,7 @@ class PipelineArguments:
     pipeline_plan: str | None = field(default=None, metadata=_help("File of a plan, as written by pipesched tune."))
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "pipeline_microbatches"):
+        for name in ("pipeline_parallel_size", "pipeline_tensor_size", "pipeline_microbatches"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InputError(

@@ -75,10 +75,17 @@ def check_arguments(args: TrainingArguments, pipeline: PipelineArguments) -> Non
             f"pipeline_devices={shown(pipeline.pipeline_devices)} and {args.world_size} processes; leave "
             f"pipeline_devices out, or start one process"
         )
-    if not is_distributed and (pipeline.pipeline_parallel_size or 1) > 1:
+    for name in ("pipeline_parallel_size", "pipeline_tensor_size"):
+        if not is_distributed and (getattr(pipeline, name) or 1) > 1:
+            raise InputError(
+                f"{name} counts processes; got {name}={getattr(pipeline, name)} in one process; pass "
+                f"pipeline_devices, or start the script with torchrun"
+            )
+    if pipeline.pipeline_tensor_size > 1 and getattr(args, "predict_with_generate", False):
         raise InputError(
-            f"pipeline_parallel_size counts processes; got pipeline_parallel_size={pipeline.pipeline_parallel_size} "
-            f"in one process; pass pipeline_devices, or start the script with torchrun"
+            f"text is generated with whole layers, but between two evaluations each process holds blocks of them; got "
+            f"predict_with_generate=True and pipeline_tensor_size={pipeline.pipeline_tensor_size}; pass "
+            f"pipeline_tensor_size=1, or generate text after training, with pipeline.gather_model()"
         )
 
 

@@ -19,30 +19,39 @@ __all__ = ["DataReplicas"]
 
 
 class DataReplicas:
-    """The processes of a job as a mesh of replicas and pipeline ranks; one process alone is one replica.
+    """The processes of a job as a mesh of replicas, pipeline ranks and tensor ranks; one process is one replica.
 
     Args:
-        parallel_size: the number of processes of each pipeline. Default: all processes.
+        parallel_size: the number of ranks of each pipeline. Default: as many as there are processes.
+        tensor_size: the number of processes that split each layer.
         device_type: the type of the devices.
 
     """
 
-    def __init__(self, parallel_size: int | None, device_type: str) -> None:
+    def __init__(self, parallel_size: int | None, tensor_size: int, device_type: str) -> None:
         world = distributed.get_world_size() if distributed.is_initialized() else 1
-        self.pipeline_size = parallel_size or world
-        if world % self.pipeline_size:
+        self.pipeline_size = parallel_size or max(world // tensor_size, 1)
+        self.tensor_size = tensor_size
+        #: The number of processes that read the same batches.
+        self.num_alike = self.pipeline_size * tensor_size
+        if world % self.num_alike:
+            times = f" times pipeline_tensor_size={tensor_size}" if tensor_size > 1 else ""
             raise InputError(
                 f"the number of processes must be a multiple of pipeline_parallel_size; got {world} processes and "
-                f"pipeline_parallel_size={self.pipeline_size}; start torchrun with --nproc_per_node="
-                f"{-(-world // self.pipeline_size) * self.pipeline_size}, or pass another size"
+                f"pipeline_parallel_size={self.pipeline_size}{times}; start torchrun with --nproc_per_node="
+                f"{-(-world // self.num_alike) * self.num_alike}, or pass another size"
             )
-        self.count = world // self.pipeline_size
+        self.count = world // self.num_alike
         self.mesh: DeviceMesh | None = None
+        #: The number of the replica of this process, and the number of the process among those of its replica.
         self.index = self.rank = 0
         if world > 1:
-            shape = self.count, self.pipeline_size
-            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
-            self.index, self.rank = self.mesh.get_local_rank("dp"), self.mesh.get_local_rank("pp")
+            shape: tuple[int, ...] = (self.count, self.pipeline_size)
+            names: tuple[str, ...] = ("dp", "pp")
+            if tensor_size > 1:
+                shape, names = (*shape, tensor_size), (*names, "tp")
+            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+            self.index, self.rank = divmod(distributed.get_rank(), self.num_alike)
 
     def prepare(self, accelerator: Accelerator, loader: DataLoader[Any], **_: Any) -> Any:
         """Return a data loader that gives all ranks of a pipeline the same batches, as `Accelerator` prepares one."""
@@ -100,9 +109,9 @@ class DataReplicas:
         padded = torch.nn.functional.pad(own, (0, int(max(sizes)) - len(own)))
         parts = self._of_all(padded)
         texts = [bytes(part[: int(size)].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
-        return texts[:: self.pipeline_size]
+        return texts[:: self.num_alike]
 
     def _of_all(self, own: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(own) for _ in range(self.count * self.pipeline_size)]
+        parts = [torch.empty_like(own) for _ in range(self.count * self.num_alike)]
         distributed.all_gather(parts, own)
         return parts

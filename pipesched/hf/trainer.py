@@ -26,6 +26,7 @@ from pipesched.hf.whole_checkpoints import begin_save, check_whole, newest_whole
 from pipesched.pipeline.options import Distributed, Numerics, Search
 from pipesched.pipeline.pipeline import Pipeline
 from pipesched.runtime.microbatches import Microbatch
+from pipesched.runtime.stage.elementwise import is_elementwise
 from pipesched.user_warning import warn
 
 __all__ = ["PipelineSeq2SeqTrainer", "PipelineTrainer"]
@@ -85,7 +86,8 @@ class _PipelineTraining(Trainer):
         """Let all ranks of a pipeline read the same batches. Each trial of a hyperparameter search starts here, too."""
         check_arguments(self.args, self.pipeline_args)
         super().create_accelerator_and_postprocess()
-        self.replicas = DataReplicas(self.pipeline_args.pipeline_parallel_size, self.args.device.type)
+        sizes = self.pipeline_args.pipeline_parallel_size, self.pipeline_args.pipeline_tensor_size
+        self.replicas = DataReplicas(*sizes, self.args.device.type)
         if self.replicas.mesh is not None:
             self.accelerator.prepare_data_loader = partial(self.replicas.prepare, self.accelerator)
 
@@ -128,7 +130,7 @@ class _PipelineTraining(Trainer):
 
     def get_tp_size(self) -> int:
         """Return the number of processes that read the same batches. Trainer divides its counts by this number."""
-        return self.replicas.pipeline_size
+        return self.replicas.num_alike
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the pipeline, then an optimizer of the weights that this process trains."""
@@ -139,7 +141,19 @@ class _PipelineTraining(Trainer):
             self.optimizer = StageOptimizers(self.pipeline, self.args.learning_rate)
         elif self.optimizer is None:
             self.optimizer = self._optimizer_of(list(self.pipeline.named_parameters()))
+        if not self.pipeline_args.pipeline_zero:
+            self._check_elementwise(self.optimizer)
         return self.optimizer
+
+    def _check_elementwise(self, optimizer: Any) -> None:
+        """Raise InputError if an optimizer combines elements of a weight of which each process holds a block."""
+        if self.replicas.tensor_size > 1 and not is_elementwise(getattr(optimizer, "optimizer", optimizer)):
+            raise InputError(
+                f"with pipeline_tensor_size above 1, each process updates its own block of a weight, so an optimizer "
+                f"must update each element independently of the others; got "
+                f"pipeline_tensor_size={self.replicas.tensor_size} and {type(optimizer).__name__}; pass "
+                f"optim='adamw_torch', or pipeline_tensor_size=1"
+            )
 
     def _make_pipeline_for_training(self) -> None:
         with random_state():
@@ -204,7 +218,7 @@ class _PipelineTraining(Trainer):
                 plan=plan,
                 search=Search(memory_limit_bytes=options.pipeline_memory_limit),
                 numerics=Numerics(loss_reduction="sum", clip_grad_norm=clip if zero else None),
-                distributed=Distributed(zero=zero),
+                distributed=Distributed(zero=zero, tensor_parallel="auto" if replicas.tensor_size > 1 else None),
             )
 
     def _find_rule(self, batch: dict[str, Any], loss: TrainerLoss) -> dict[str, Any]:
@@ -312,7 +326,7 @@ class _PipelineTraining(Trainer):
         return self.pipeline.grad_norm if self.pipeline_args.pipeline_zero else self.pipeline.clip_grad_norm_(max_norm)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """Count the operations of all weights, also with ``pipeline_zero=3``, where a process holds a part of them."""
+        """Count the operations of all weights, also if this process holds only a part of them."""
         count = super().floating_point_ops(inputs)
         held = self._counted_weights()
         return count * self._num_weights // held if held else count
@@ -470,7 +484,8 @@ class PipelineTrainer(_PipelineTraining):
     Losses, gradient norms, metrics and learning rates are those that Trainer prints, up to rounding. In one process,
     the stages run on the devices of ``pipeline_devices``. Under torchrun, each process is one rank of a pipeline, and
     ``pipeline_parallel_size`` processes form a pipeline; if there are more, each pipeline is a replica that reads its
-    own part of the data. A checkpoint can be resumed on any plan and any number of ranks.
+    own part of the data. With ``pipeline_tensor_size``, several processes split each layer. A checkpoint can be resumed
+    on any plan and any number of ranks.
 
     Args:
         model: the model, as for Trainer.

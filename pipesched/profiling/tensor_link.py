@@ -28,7 +28,8 @@ def measured_link(host: RankHost) -> Link | None:
     if group is None or group.size == 1:
         return None
     device = host.grid.all_devices[0]
-    own = tuple(_gather_s(group, torch.zeros(size, dtype=torch.uint8, device=device)) for size in (_SHORT, _LONG))
+    with host.collectives.stopping_all("the construction of a pipeline, where links of tensor groups are measured"):
+        own = tuple(_gather_s(group, torch.zeros(size, dtype=torch.uint8, device=device)) for size in (_SHORT, _LONG))
     short_s, long_s = map(max, zip(*host.collectives.gathered_in_all(own), strict=True))
     others = group.size - 1
     travel_s = long_s - short_s

@@ -1,7 +1,7 @@
 """Rank host: the ranks of a pipeline, as threads of this process or as one process per rank."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -237,7 +237,8 @@ def _check_peers(connected: "ref[ConnectedRank]") -> None:
 
 def _release(group: Any) -> None:
     if distributed.is_initialized():
-        distributed.destroy_process_group(group)
+        with suppress(RuntimeError, ValueError):  # the job may have made all groups anew
+            distributed.destroy_process_group(group)
 
 
 def host_for(

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.nn import functional
+from transformers import GPT2LMHeadModel
 
+from pipesched.errors import InputError
 from tests.hf import jobs
 from tests.hf.processes import in_processes
 
@@ -112,3 +114,28 @@ def test_an_adapter_and_generated_text_over_ranks(tmp_path):
     assert {"adapter_model.safetensors", "adapter_config.json"} <= {
         path.name for path in (tmp_path / "checkpoint-6").iterdir()
     }
+
+
+def with_tensor_ranks(folder, options):
+    """Train with layers that two processes split, and with an optimizer that cannot; return figures and the error."""
+    pipeline = {"pipeline_schedule": "1f1b", "pipeline_parallel_size": 2, "pipeline_tensor_size": 2}
+    found = jobs.figures(jobs.trained(jobs.gpt2, pipeline, **options))
+    saved(folder, pipeline, {"save_strategy": "steps", "save_steps": 2})
+    try:
+        jobs.trained(jobs.gpt2, pipeline, optim="adafactor")
+    except InputError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_layers_that_two_processes_split_equal_whole_layers_and_resume_as_such(tmp_path):
+    options = {"include_num_input_tokens_seen": "all"}
+    folder = str(tmp_path / "split")
+    found, error = in_processes(4, with_tensor_ranks, folder, options)[0]
+    worst, place = jobs.largest_difference(jobs.figures(jobs.trained(jobs.gpt2, **options)), found)
+    assert worst <= 1e-5, place
+    assert "got pipeline_tensor_size=2 and Adafactor; pass optim='adamw_torch'" in error
+    plain = saved(str(tmp_path / "plain"), jobs.TWO, {"save_strategy": "steps", "save_steps": 2})
+    assert resumed(folder, jobs.TWO, {}) == pytest.approx(plain, rel=1e-5)
+    weights = GPT2LMHeadModel.from_pretrained(f"{folder}/checkpoint-2")
+    assert weights.lm_head.weight is weights.transformer.wte.weight

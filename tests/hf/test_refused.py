@@ -50,6 +50,7 @@ def test_an_optimizer_that_changes_weights_for_evaluations_with_zero():
     [
         ({"pipeline_microbatches": 0}, "pipeline_microbatches must be a whole number"),
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size must be a whole number"),
+        ({"pipeline_tensor_size": 0}, "pipeline_tensor_size must be a whole number of at least 1; got 0"),
         ({"pipeline_plan": "plan.json", "pipeline_schedule": "1f1b"}, "a plan fixes the schedule"),
     ],
 )
@@ -61,6 +62,8 @@ def test_options_that_contradict(given, text):
 def test_a_size_of_processes_in_one_process():
     with pytest.raises(InputError, match="pass pipeline_devices, or start the script with torchrun"):
         jobs.trained(jobs.gpt2, {"pipeline_parallel_size": 2})
+    with pytest.raises(InputError, match="pipeline_tensor_size counts processes; got pipeline_tensor_size=2 in one"):
+        jobs.trained(jobs.gpt2, {"pipeline_tensor_size": 2})
 
 
 def test_microbatches_that_batches_cannot_share():

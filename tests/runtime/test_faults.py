@@ -62,11 +62,15 @@ CASES = {
     "planes": [
         Case("SIGKILL", "in a collective", 1, num_ranks=4, replicas=2, by="tensor"),
         Case("SIGSTOP", "in a collective", 2, num_ranks=4, replicas=2, by="tensor"),
+        Case("SIGKILL", "while measuring links", 2, num_ranks=4, replicas=2, by="tensor"),
+        Case("SIGSTOP", "while measuring links", 1, num_ranks=4, replicas=2, by="tensor"),
         Case("hang", "in a collective", 3, num_ranks=4, replicas=2, by="tensor"),
         Case("raise", "in a collective", 0, num_ranks=4, replicas=2, by="tensor"),
         Case("SIGKILL", "first backward", 3, num_ranks=4, replicas=2, by="tensor"),
         Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2, "tensor"),
         Case("spin", "while measuring", 2, num_ranks=4, replicas=2, by="tensor"),
+        Case("SIGSTOP", "later forward", 1, num_ranks=4, replicas=2, by="by hand"),
+        Case("SIGKILL", "first backward", 2, num_ranks=4, replicas=2, by="by hand"),
     ],
 }
 

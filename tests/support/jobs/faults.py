@@ -32,6 +32,7 @@ PHASES = (
     "while capturing",
     "while measuring",
     "while connecting",
+    "while measuring links",
     "in a collective",
     "first forward",
     "first backward",
@@ -57,7 +58,8 @@ class Case(NamedTuple):
 
     fault: one of FAULTS. phase: the part of the script in which the fault occurs, one of PHASES. rank: the rank that
     fails. store: one of STORES. replicas: the number of replicas. by: what makes the replicas: "fully_shard"; or
-    "replicate", "zero=2" or "zero=3", for replicas of one pipeline; or "tensor", for planes of one pipeline.
+    "replicate", "zero=2" or "zero=3", for replicas of one pipeline; or "tensor", for planes of one pipeline; or "by
+    hand", for planes whose layers call collectives themselves.
     """
 
     fault: str
@@ -124,7 +126,7 @@ def can_happen(case: "Case") -> bool:
     """
     if case.fault == "full disk" and case.phase not in ("save", "save in the background"):
         return False
-    if case.phase == "in a collective":
+    if case.phase in ("while measuring links", "in a collective"):
         return case.by == "tensor"
     if case.replicas > 1 and case.by == "fully_shard":
         return case.phase not in SAVING
@@ -153,10 +155,13 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.fuse, self.names = fuse, ("", "")
         self.pause_s = 0.0
+        self.group: Any = None  # over which the layer adds up a tensor
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.pause_s)
         self.fuse.at(self.names[0])
+        if self.group is not None:
+            distributed.all_reduce(x.detach().clone(), group=self.group)
         return CallInBackward.apply(self.linear(x), lambda: self.fuse.at(self.names[1]))  # type: ignore[no-untyped-call,no-any-return]
 
     def get_extra_state(self) -> Any:
@@ -177,7 +182,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     if store is None:
         store = store_in_rank_0(rank, said)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=case.num_ranks)
-    names = ("tp" if case.by == "tensor" else "dp", "pp")
+    names = ("tp" if case.by in ("tensor", "by hand") else "dp", "pp")
     mesh = init_device_mesh("cpu", (case.replicas, case.num_ranks // case.replicas), mesh_dim_names=names)
     fuse = Fuse(case.fault, case.phase if rank == case.rank else "", said)
     num_stages = case.num_ranks // case.replicas
@@ -191,6 +196,13 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
             fuse.at("update")
             return super().step(closure)
 
+    def sgd(params: list[Any]) -> torch.optim.Optimizer:
+        if case.by != "tensor":
+            return SGD(params, lr=0.01)
+        made = torch.optim.SGD(params, lr=0.01)  # split weights allow no subclass
+        made.register_step_pre_hook(lambda *_: fuse.at("update"))
+        return made
+
     choices: dict[str, Any] = {}
     if case.replicas > 1 and case.by == "fully_shard":
         # Fixed boundaries, because the pipelines could measure different times and cut differently.
@@ -198,8 +210,14 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
 
     run = TensorGroup._run
-    TensorGroup._run = lambda *args: (fuse.at("in a collective"), run(*args))[1]  # type: ignore[method-assign]
+    in_collective = ["while measuring links"]
+    TensorGroup._run = lambda *args: (fuse.at(in_collective[0]), run(*args))[1]  # type: ignore[method-assign]
     split = {"*.linear": "column-gathered"} if case.by == "tensor" else None
+
+    if case.by == "by hand":
+        choices["boundaries"] = list(range(2, 2 * num_stages, 2))
+        for layer in layers:
+            layer.group = mesh["tp"].get_group()
 
     def name(forward: str, backward: str = "") -> None:
         for layer in layers:
@@ -228,7 +246,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         schedule="1f1b",
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,
-        optimizer=lambda params: SGD(params, lr=0.01),
+        optimizer=sgd,
         distributed=Distributed(
             timeout=timeout_s,
             zero=int(case.by[-1]) if case.by.startswith("zero") else 0,
@@ -238,6 +256,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         **choices,
     )
     signal.setitimer(signal.ITIMER_REAL, 0)
+    in_collective[0] = "in a collective"
     for layer in layers:
         layer.pause_s = 0.0
     for phases in (("first forward", "first backward"), ("", ""), ("later forward", "")):
