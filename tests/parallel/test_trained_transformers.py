@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.jobs import trained_transformers as jobs
+from tests.support.jobs.trained_transformers import Case, largest_difference
 from tests.support.rank_processes import Ranks
 
 pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
-
-from tests.support.jobs import trained_transformers as jobs  # noqa: E402
-from tests.support.jobs.trained_transformers import Case, largest_difference  # noqa: E402
 
 LIMIT = 1e-5
 CASES = [

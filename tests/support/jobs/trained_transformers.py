@@ -1,6 +1,7 @@
 """Jobs that train small models of transformers whose layers the ranks of a tensor group divide.
 
-The same training in one process, in plain PyTorch, gives the expected losses.
+The same training in one process, in plain PyTorch, gives the expected losses. transformers is imported only where a
+model is made, because its import takes seconds.
 """
 
 import warnings
@@ -9,16 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from pipesched import Distributed, Numerics, Pipeline
 from pipesched.parallel.layer_styles import Column, Heads
@@ -84,24 +75,32 @@ def model_of(case: Case, seed: int = 0) -> nn.Module:
 
 
 def _gpt2(dropout: float) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
     drops = {"resid_pdrop": dropout, "attn_pdrop": dropout, "embd_pdrop": dropout}
     return GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes, **drops, **SHARED))
 
 
 def _llama(dropout: float) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": dropout}
     return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes, **heads, **SHARED))
 
 
 def _bert(dropout: float) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     return BertForMaskedLM(BertConfig(max_position_embeddings=16, **sizes, **drops, **SHARED))
 
 
 def _t5(dropout: float) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": dropout}
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, use_cache=False, **sizes, **SHARED))
 
