@@ -3,12 +3,14 @@
     python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
     torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, which may change when the run resumes
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
+    torchrun --nproc_per_node 4 examples/train_hf.py --tp 2    # a pipeline of 2 stages, each split over 2 ranks
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. The final weights
-are bit-identical on any number of ranks, however often the run is interrupted. Only two options change the weights,
+are bit-identical on any number of ranks, however often the run is interrupted. Only three options change the weights,
 because they change the order in which numbers are added. With --replicas, each replica first adds the gradients of its
 own micro-batches. With --zero 2, the gradients are split across replicas, and the norm for clipping is combined from
-the norms of the parts.
+the norms of the parts. With --tp, several ranks split each layer and add their parts of its output. A run may resume
+with another --tp or without it.
 """
 
 import argparse
@@ -97,14 +99,15 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, use_cache=False, **size))
 
 
-def ranks(replicas: int) -> dict[str, Any]:
+def ranks(replicas: int, tp: int) -> dict[str, Any]:
     """Return a Pipeline's ``mesh`` of all processes under torchrun, otherwise the ``devices``: all GPUs, or the CPU."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
-        shape = (replicas, int(os.environ["WORLD_SIZE"]) // replicas)
-        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape, mesh_dim_names=("dp", "pp"))}
-    if replicas > 1:
-        sys.exit("--replicas needs several processes: torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2")
+        shape = (replicas, int(os.environ["WORLD_SIZE"]) // (replicas * tp), tp)
+        names = ("dp", "pp", "tp")[: 3 if tp > 1 else 2]
+        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape[: len(names)], mesh_dim_names=names)}
+    if replicas > 1 or tp > 1:
+        sys.exit("--replicas and --tp need several processes: torchrun --nproc_per_node 4 examples/train_hf.py --tp 2")
     return {"devices": [f"cuda:{index}" for index in range(gpus)] or ["cpu"]}
 
 
@@ -124,6 +127,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=100, help="steps between lines of the log (default: 100)")
     parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
     parser.add_argument("--replicas", type=int, default=1, help="number of replicas of the pipeline (default: 1)")
+    parser.add_argument("--tp", type=int, default=1, help="number of ranks that split each layer (default: 1)")
     parser.add_argument(
         "--zero",
         type=int,
@@ -142,7 +146,7 @@ def main() -> None:
     stop = StopSignal()
     text = standard_library()
     last = len(text) // 20  # the last twentieth is for validation
-    where = ranks(options.replicas)
+    where = ranks(options.replicas, options.tp)
     replica = (where["mesh"].get_local_rank("dp") if "mesh" in where else 0, options.replicas)
     training, validation = Batches(text[:-last], "training", *replica), Batches(text[-last:], "validation", *replica)
     sample = {name: value[: ROWS // MICROBATCHES] for name, value in Batches(text, "sample").next().items()}
@@ -154,7 +158,7 @@ def main() -> None:
         num_microbatches=microbatches,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),  # one optimizer for each stage
         numerics=pipesched.Numerics(clip_grad_norm=1.0),
-        distributed=pipesched.Distributed(zero=options.zero),
+        distributed=pipesched.Distributed(zero=options.zero, tensor_parallel="auto" if options.tp > 1 else None),
         seed=0,
         **where,
     )

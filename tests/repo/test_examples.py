@@ -184,6 +184,41 @@ def test_a_hugging_face_run_that_is_stopped_ends_with_the_weights_of_one_that_is
     assert all(torch.equal(value, stopped[name]) for name, value in whole.items())
 
 
+def trained_by(rank, num_ranks, port, *arguments):
+    """Run the example of a Hugging Face model as a rank of torchrun, or alone, and return its output."""
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = ["train_hf.py", *arguments, "--save-every", "9", "--evaluate-every", "3"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(ROOT / "examples" / "train_hf.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.timeout(200)
+def test_a_hugging_face_run_with_split_layers_resumes_without_them(tmp_path):
+    """On two ranks that split each layer, and then on one."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
+
+    def run(num_ranks, *arguments):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with FORKED.Pool(num_ranks) as pool:
+            ranks = [pool.apply_async(trained_by, (rank, num_ranks, port, *arguments)) for rank in range(num_ranks)]
+            return "".join(rank.get(timeout=100) for rank in ranks)
+
+    split, whole = str(tmp_path / "split"), str(tmp_path / "whole")
+    assert "done after step 3" in run(2, "--tp", "2", "--steps", "3", "--folder", split)
+    assert "done after step 5" in run(1, "--steps", "5", "--folder", split)
+    assert "done after step 5" in run(1, "--steps", "5", "--folder", whole)
+    found, due = killed_runs.tensors(Path(split)), killed_runs.tensors(Path(whole))
+    assert found.keys() == due.keys()
+    for name, value in due.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
 #: Runs the example. In step 7 of the first start, the host of rank 1 is lost: its torchrun and its rank are killed.
 LOSES_A_HOST = f"""
 import os, runpy, signal
