@@ -56,6 +56,16 @@ def test_replicas_of_split_layers_train_as_one_process(eight: Ranks, zero: int, 
     assert max(jobs.differences(case, results).values()) <= LIMITS[case.dtype]
 
 
+@pytest.mark.parametrize("where", jobs.OF_SEQUENCE)
+def test_sequences_are_divided_inside_blocks_and_between_stages(four: Ranks, where: str) -> None:
+    """The losses and norms have the same bits for each schedule."""
+    for dtype, limit in LIMITS.items():
+        every = [four.run(4, jobs.by_sequence, where, schedule, dtype, timeout_s=60) for schedule in ("1f1b", "zb-h1")]
+        for found, due in (one for results in every for one in results):
+            assert found == every[0][0][0]
+            assert found == pytest.approx(due, rel=limit)
+
+
 # ---- schedules and options ------------------------------------------------------------------------------------------
 
 #: The schedules whose stages share copies of weights, so that a step cannot update them.

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from pipesched import Distributed, Link, Links, Numerics, Pipeline, Search
+from pipesched.parallel import Block as EncoderBlock
+from pipesched.parallel import Column, Row
 from pipesched.program.actions import Kind
 from pipesched.testing import clip_grad_norm_, reference_step
 
@@ -378,3 +380,53 @@ def with_options(group: Any, schedule: str, options: dict[str, Any]) -> list[flo
     case = Case(schedule=schedule, clip=None)
     with pipeline(case, **options) as pipe:
         return [float(step(pipe, case)) for _ in range(STEPS)]
+
+
+def encoder(dtype: torch.dtype) -> nn.Sequential:
+    """Return a model of four blocks of a transformer, between two norms."""
+    torch.manual_seed(0)
+    made = [
+        nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True, dtype=dtype)
+        for _ in range(4)
+    ]
+    return nn.Sequential(nn.LayerNorm(WIDTH, dtype=dtype), *made, nn.LayerNorm(WIDTH, dtype=dtype))
+
+
+#: Inside each block the sequence is divided; or in the whole model, also where a stage begins.
+OF_SEQUENCE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "inside blocks": (
+        model_of,
+        {
+            "*.norm": "sequence-begin",
+            "*.up": Column(sequence=True),
+            "*.down": Row(sequence=True),
+            "*.outer": "sequence-end",
+        },
+    ),
+    "between stages": (
+        encoder,
+        {"0": "sequence-begin", **{str(at): EncoderBlock(sequence=True) for at in range(1, 5)}, "5": "sequence-end"},
+    ),
+}
+
+
+def by_sequence(group: Any, where: str, schedule: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Return the losses and norms of split layers with sequence parallelism, and those of a plain loop."""
+    make, styles = OF_SEQUENCE[where]
+    case = Case(schedule=schedule, dtype=dtype)
+    found: list[float] = []
+    with pipeline(case, model=make(dtype), distributed={"tensor_parallel": styles}) as pipe:
+        for _ in range(STEPS):
+            found.append(float(step(pipe, case)))
+            assert pipe.grad_norm is not None
+            found.append(float(pipe.grad_norm))
+    x, y = batch_of(dtype)
+    model, due = make(dtype), []
+    optimizer = sgd(list(model.parameters()))
+    for number in range(STEPS):
+        shape = {"num_microbatches": case.num_microbatches, "seed": SEED, "step": number}
+        due.append(float(reference_step(model, x, loss_fn=functional.mse_loss, target=y, **shape)))
+        due.append(float(clip_grad_norm_(list(model.parameters()), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, due
