@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipesched.errors import InputError
 from pipesched.parallel.collective_functions import copy_to, gather_from, reduce_from
-from pipesched.parallel.linear import GatheredProduct
+from pipesched.parallel.linear import GatheredProduct, plus
 from pipesched.parallel.split_module import held_by
 from pipesched.parallel.tensor_group import ActivationLayout
 from pipesched.tensors.weight_operations import weighted
@@ -82,7 +82,7 @@ class HeadsAttention(nn.Module):
                 )
             projected = weighted(GatheredProduct(group, transposed=False), query, weight)
             group.layout = ActivationLayout.DIVIDED
-            return [*(projected if self.in_proj_bias is None else projected + self.in_proj_bias).chunk(3, -1)]
+            return [*plus(projected, self.in_proj_bias).chunk(3, -1)]
         copies = [copy_to(x, group) for x in (query, key, value)]
         group.layout = ActivationLayout.DIVIDED
         if weight is not None and own:

@@ -40,7 +40,7 @@ from pipesched.parallel.split_module import held_by
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.tensors.weight_operations import linear_rule, matmul_rule, weighted
 
-__all__ = ["ColumnLinear", "GatheredProduct", "RowLinear", "product"]
+__all__ = ["ColumnLinear", "GatheredProduct", "RowLinear", "plus", "product"]
 
 
 class GatheredProduct:
@@ -77,8 +77,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed
     """Return ``x @ weight.T + bias``, or ``x @ weight + bias`` if the weight is ``transposed``."""
     if not transposed:
         return functional.linear(x, weight, bias)
-    output = torch.matmul(x, weight)
-    return output if bias is None else output + bias
+    return plus(torch.matmul(x, weight), bias)
+
+
+def plus(output: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias, in the dtype of the output, as in ``functional.linear`` under autocast."""
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 class ColumnLinear(nn.Module):
@@ -94,7 +98,7 @@ class ColumnLinear(nn.Module):
         transposed = held.options["transposed"]
         if held.options["sequence"] and group.size > 1:
             output = weighted(GatheredProduct(group, transposed=transposed), x, self.weight)
-            output = output if self.bias is None else output + self.bias
+            output = plus(output, self.bias)
         else:
             output = product(copy_to(x, group), self.weight, self.bias, transposed=transposed)
         if held.options["gathered"]:
@@ -126,4 +130,4 @@ class RowLinear(nn.Module):
         else:
             group.layout = ActivationLayout.WHOLE
             output = reduce_from(partial, group)
-        return output if bias is None else output + bias
+        return plus(output, bias)
