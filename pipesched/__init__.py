@@ -23,6 +23,7 @@ Each of these packages imports only from the packages above it:
     fleet                       what losses and returns of ranks cost, simulated
     ---- the packages below import torch ----
     tensors, model, capture     turn an nn.Module into layers and stages
+    parallel                    layers that several ranks divide among themselves
     runtime                     stages, executors, transport
     profiling, saving           measured costs; checkpoints
     pipeline                    Pipeline and tune
