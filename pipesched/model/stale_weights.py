@@ -227,7 +227,8 @@ class StaleGuard:
         self._hook: StaleHook | None = None
         self._placement = Placement()  # this rank holds all tensors
         #: Lets the pipeline's modules hold blocks of weights again, if they hold whole ones. Returns whether they did.
-        self.hold_blocks: Callable[[], bool] = lambda: False
+        #: None if ranks do not split layers.
+        self.hold_blocks: Callable[[], bool] | None = None
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
         """Set the rank that holds each tensor. ``run_here`` contains the modules of this rank's stages."""
@@ -242,7 +243,7 @@ class StaleGuard:
             ExecutionError: a pipeline with another placement has trained the model.
 
         """
-        changes |= self.hold_blocks()
+        changes |= self.hold_blocks is not None and self.hold_blocks()
         if self._hook is not None and self._hook.on:
             return
         self._hook = hook = _hook_on(next(iter(self._roots.values())))
@@ -257,7 +258,7 @@ class StaleGuard:
 
     def use(self) -> None:
         """Let the pipeline read or change the model. If its modules held whole weights, they hold blocks again."""
-        if self.hold_blocks():
+        if self.hold_blocks is not None and self.hold_blocks():
             self.check(changes=True)
 
     def release(self) -> None:

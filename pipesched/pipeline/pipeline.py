@@ -306,7 +306,8 @@ class Pipeline(SavingInterface):
             distributed.check_replan(
                 has_optimizers=optimizer is not None, is_asynchronous=self._running.assembly.programs.streams
             )
-            self._guard.hold_blocks = partial(_hold_blocks, self._running)
+            if self._running.assembly.forms is not None:
+                self._guard.hold_blocks = partial(_hold_blocks, self._running)
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.executor.start()
         self._replan_every = distributed.replan_every

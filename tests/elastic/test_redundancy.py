@@ -456,7 +456,7 @@ def test_parts_that_overlap_make_up_one_state() -> None:
 
     parts = [cut("013"), cut("34"), cut("13"), cut("4")]
     described: list[Any] = []
-    collectives = SimpleNamespace(gathered_in_all=lambda own: described.append(own) or [own, own])
+    collectives = SimpleNamespace(gathered_in_plane=lambda own: described.append(own) or {0: own, 1: own})
     grid = SimpleNamespace(replica=0)
     run = replace(owner.run, host=SimpleNamespace(collectives=collectives, grid=grid))
     state = held_in_parts(run, parts)

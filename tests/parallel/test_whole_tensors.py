@@ -1,5 +1,6 @@
 """Blocks and whole weights, with the ranks of a tensor group as threads, or one after another, without processes."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -293,12 +294,11 @@ def test_a_rank_reads_its_rows_of_its_block(split: WeightSplit, rows: Rows | Non
 
 
 def test_state_dicts_are_whole_and_keep_ties() -> None:
+    whole = nn.ModuleDict({"embed": nn.Embedding(8, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 8, bias=False)})
+    whole["head"].weight = whole["embed"].weight
+
     def job(group: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.ModuleDict(
-            {"embed": nn.Embedding(8, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 8, bias=False)}
-        )
-        model["head"].weight = model["embed"].weight
+        model = copy.deepcopy(whole)
         due = {name: value.clone() for name, value in model.state_dict().items()}
         splits = split_model(
             model, {"embed": "vocabulary", "head": "column-gathered"}, TensorGroup.counting(group.size, group.rank)

@@ -142,10 +142,6 @@ def _world(monkeypatch: pytest.MonkeyPatch) -> None:
             grid([0, 1, 2, 3], device=CUDA),
             "the copies are updated on the host, which rounds differently from a device; train on CPUs, or",
         ),
-        (
-            grid([0, 1, 2, 3], inputs="first"),
-            "with inputs='first' only one rank has the batch; pass inputs='all', or",
-        ),
     ],
 )
 def test_ranks_whose_states_cannot_be_copied(own: RankGrid, text: str) -> None:
@@ -234,5 +230,3 @@ def test_a_pipeline_in_one_process_keeps_no_copies() -> None:
 def test_all_ranks_of_a_mesh_refuse_what_cannot_be_copied(ranks: Ranks) -> None:
     for (other_group,) in ranks.run(2, survival.refusals, [{}]):
         assert "it has 4 ranks, but the mesh of this pipeline has 2; pass a mesh of all ranks" in other_group
-    for (only_first,) in ranks.run(4, survival.refusals, [{"inputs": "first"}]):
-        assert "with inputs='first' only one rank has the batch; pass inputs='all'" in only_first

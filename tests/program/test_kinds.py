@@ -24,6 +24,7 @@ from pipesched.program.lowering import (
 )
 from pipesched.program.program import Program
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
+from pipesched.runtime.stage.copied_stage import CopiedStage
 from pipesched.runtime.stage.stage import Stage
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.memory import rank_memory
@@ -81,9 +82,10 @@ def test_the_names_in_a_row_are_those_of_kinds_costs_and_methods(kind):
         assert Kind(row.transfer.result_of)
         assert OTHER_END[OTHER_END[kind]] is kind
         assert row.transfer.sends != Kind(row.transfer.other_end).row.transfer.sends
-    else:
-        assert all(callable(getattr(owner, row.handler)) for owner in (Stage, FakeStage(0, COSTS)))
-    assert not row.spans or callable(getattr(Stage, row.spans))
+    runs_on = CopiedStage if row.on_copy else Stage
+    if not row.transfer:
+        assert all(callable(getattr(owner, row.handler)) for owner in (runs_on, FakeStage(0, COSTS)))
+    assert not row.spans or callable(getattr(runs_on, row.spans))
     assert (row.lane is Lane.COLLECTIVE) == (row.queue is Queue.COLLECTIVES)
     assert row.queue is None or row.lane is not Lane.COMPUTE  # other actions would not wait for its end
     assert (row.lane is Lane.REDUNDANCY) == (row.queue is Queue.REDUNDANCY)

@@ -207,7 +207,10 @@ def test_a_hugging_face_run_with_split_layers_resumes_without_them(tmp_path):
             port = free.getsockname()[1]
         with FORKED.Pool(num_ranks) as pool:
             ranks = [pool.apply_async(trained_by, (rank, num_ranks, port, *arguments)) for rank in range(num_ranks)]
-            return "".join(rank.get(timeout=100) for rank in ranks)
+            said = "".join(rank.get(timeout=100) for rank in ranks)
+            pool.close()  # the example's handler of SIGTERM, with which a pool ends its processes, only takes a note
+            pool.join()
+            return said
 
     split, whole = str(tmp_path / "split"), str(tmp_path / "whole")
     assert "done after step 3" in run(2, "--tp", "2", "--steps", "3", "--folder", split)
