@@ -1,6 +1,6 @@
 """Tensor parallelism: predicted step times beside measured ones, with layers that sleep and links of a given speed.
 
-    python benchmarks/tensor_parallel.py [--steps 9] [--layer-ms 4] [--latency-us 500] [--mb-per-s 100]
+    python benchmarks/tensor_parallel.py [--steps 9] [--layer-ms 10] [--latency-us 3000] [--mb-per-s 20]
 
 Two stages over tensor groups of 2 and 4 ranks. A block has a layer that sleeps, a linear layer that is split by
 columns, and a linear layer that is split by rows, as in Megatron-LM. The ranks of a tensor group exchange real tensors,
@@ -101,9 +101,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--layer-ms", type=float, default=4.0)
-    parser.add_argument("--latency-us", type=float, default=500.0)
-    parser.add_argument("--mb-per-s", type=float, default=100.0)
+    parser.add_argument("--layer-ms", type=float, default=10.0)
+    parser.add_argument("--latency-us", type=float, default=3000.0)
+    parser.add_argument("--mb-per-s", type=float, default=20.0)
     args = parser.parse_args()
     link = Link(args.latency_us / 1e6, args.mb_per_s * 1e6)
     table = Table("tensor ranks", "schedule", "predicted", "measured", "error", "bytes sent", "by the formula")
