@@ -146,7 +146,7 @@ class _PipelineTraining(Trainer):
         return self.optimizer
 
     def _check_elementwise(self, optimizer: Any) -> None:
-        """Raise InputError if an optimizer combines elements of a weight of which each process holds a block."""
+        """Raise InputError if an optimizer combines elements of a weight that processes divide."""
         if self.replicas.tensor_size > 1 and not is_elementwise(getattr(optimizer, "optimizer", optimizer)):
             raise InputError(
                 f"with pipeline_tensor_size above 1, each process updates its own block of a weight, so an optimizer "

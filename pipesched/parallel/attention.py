@@ -1,4 +1,4 @@
-"""Attention by heads: ``nn.MultiheadAttention`` of which each rank computes its own heads.
+"""Attention by heads: ``nn.MultiheadAttention`` whose heads are divided among the ranks.
 
 The weights of queries, keys and values are divided by columns, and those of the output by rows. Each of P ranks sends
 what one linear layer with columns and one with rows send (`linear`): for self-attention with an input of x bytes,

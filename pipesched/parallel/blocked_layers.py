@@ -25,7 +25,7 @@ _Run = tuple[int, int]  # (first, end)
 
 
 class _Call(NamedTuple):
-    """What a layer gets and gives in one call, on one rank."""
+    """The input and the output of a layer on one rank, in one call."""
 
     input_shape: Sequence[int]
     input_layout: ActivationLayout

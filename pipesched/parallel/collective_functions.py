@@ -15,6 +15,7 @@ A value that all ranks hold has a whole gradient on each rank. A value that each
 has a part of its gradient on each rank, until an all-reduce or a reduce-scatter adds these parts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ __all__ = [
 ]
 
 
+#: Exchanges a tensor between the ranks of a tensor group.
+_Exchange = Callable[[Tensor], Tensor]
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, again: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -48,62 +53,17 @@ class _CopyTo(torch.autograd.Function):
         return None, None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
-        return group.all_reduce(x)
+class _Exchanged(torch.autograd.Function):
+    """Applies a function of the group to a tensor in the forward, and another one to its gradient in the backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, grads[0]
-
-
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        return group.all_gather(x, dim)
+    def forward(ctx: Any, x: Tensor, there: _Exchange, back: _Exchange) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, ctx.group.own(grads[0], ctx.dim).contiguous(), None
-
-
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        return group.own(x, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, ctx.group.all_gather(grads[0], ctx.dim), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, ctx.group.reduce_scatter(grads[0], ctx.dim), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        return group.reduce_scatter(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, ctx.group.all_gather(grads[0], ctx.dim), None
+        return ctx.back(grads[0]), None, None
 
 
 def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
@@ -140,12 +100,12 @@ def summed_weights(group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
 
 def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum of a tensor over all ranks."""
-    return _applied(_ReduceFrom, group, x)
+    return _exchanged(x, group, group.all_reduce, _unchanged)
 
 
 def gather_from(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     """Return the whole of a divided tensor. All ranks use it in the same way, so its gradient is whole on each rank."""
-    return _applied(_GatherFrom, group, x, dim)
+    return _exchanged(x, group, lambda own: group.all_gather(own, dim), lambda grad: group.own(grad, dim).contiguous())
 
 
 def scatter_to(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
@@ -153,12 +113,12 @@ def scatter_to(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
 
     Raises InputError if the dimension is not divided evenly.
     """
-    return _applied(_ScatterTo, group, x, dim)
+    return _exchanged(x, group, lambda whole: group.own(whole, dim).clone(), lambda grad: group.all_gather(grad, dim))
 
 
 def gather_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Return all positions of sequences that are divided, for the blocks of a layer."""
-    return _applied(_GatherSequence, group, x, dim)
+    return _exchanged(x, group, lambda own: group.all_gather(own, dim), lambda grad: group.reduce_scatter(grad, dim))
 
 
 def scatter_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -166,11 +126,15 @@ def scatter_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
     Raises InputError if the number of positions is not divided evenly.
     """
-    return _applied(_ScatterSequence, group, x, dim)
+    return _exchanged(x, group, lambda part: group.reduce_scatter(part, dim), lambda grad: group.all_gather(grad, dim))
 
 
-def _applied(function: type[torch.autograd.Function], group: TensorGroup, x: Tensor, *dim: int) -> Tensor:
+def _unchanged(grad: Tensor) -> Tensor:
+    return grad
+
+
+def _exchanged(x: Tensor, group: TensorGroup, there: _Exchange, back: _Exchange) -> Tensor:
     if group.size == 1:
         return x
-    output: Tensor = function.apply(group, x, *dim)
+    output: Tensor = _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call]
     return output

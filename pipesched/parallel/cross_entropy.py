@@ -89,7 +89,7 @@ def vocabulary_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross entropy of logits of which each rank holds its part of the classes.
+    """Return the cross entropy of logits whose classes are divided among the ranks.
 
     Args:
         input: this rank's logits, with the classes in dim 1, or in dim 0 if there are no rows.
@@ -130,7 +130,7 @@ def vocabulary_cross_entropy(
 def cross_entropy_of_rows(
     input: Tensor, target: Tensor, group: TensorGroup, *, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross entropy over the rows of all ranks, of which each rank holds its own rows.
+    """Return the mean cross entropy over the rows of all ranks. Each rank has its own rows.
 
     The mean counts the rows of all ranks: the ranks may have different numbers of rows with ``ignore_index``. Each rank
     gets the gradient of its own rows.

@@ -69,6 +69,15 @@ def linear_kind(module: nn.Module) -> str | None:
     return None
 
 
+def _become_linear(
+    module: nn.Module, form: Any, group: TensorGroup, sizes: tuple[str, str], options: Mapping[str, bool]
+) -> None:
+    """Split a linear layer. ``sizes`` are the names of its divided size in ``nn.Linear`` and in a Conv1D."""
+    transposed = linear_kind(module) == "conv1d"
+    size = sizes[transposed]
+    become(module, form, group, {size: vars(module)[size] // group.size}, transposed=transposed, **options)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Column(_ShortRepr):
     """Divides a linear layer by its outputs, or an embedding by its hidden units.
@@ -105,17 +114,8 @@ class Column(_ShortRepr):
             size = {"embedding_dim": module.embedding_dim // group.size}
             become(module, GatheredEmbedding if self.gathered else None, group, size)
             return
-        kind = linear_kind(module)
-        attribute = "nf" if kind == "conv1d" else "out_features"
-        become(
-            module,
-            ColumnLinear,
-            group,
-            {attribute: vars(module)[attribute] // group.size},
-            transposed=kind == "conv1d",
-            gathered=self.gathered,
-            sequence=self.sequence,
-        )
+        options = {"gathered": self.gathered, "sequence": self.sequence}
+        _become_linear(module, ColumnLinear, group, ("out_features", "nf"), options)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -135,17 +135,8 @@ class Row(_ShortRepr):
         return {"weight": WeightSplit(dim=_dims(module, name, "row")["in"])}
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        kind = linear_kind(module)
-        attribute = "nx" if kind == "conv1d" else "in_features"
-        become(
-            module,
-            RowLinear,
-            group,
-            {attribute: vars(module)[attribute] // group.size},
-            transposed=kind == "conv1d",
-            whole_input=self.whole_input,
-            sequence=self.sequence,
-        )
+        options = {"whole_input": self.whole_input, "sequence": self.sequence}
+        _become_linear(module, RowLinear, group, ("in_features", "nx"), options)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -452,14 +452,11 @@ class Assembly:
     @cached_property
     def copied_stages(self) -> dict[int, CopiedStage]:
         """The stages of another rank whose copies this rank keeps, keyed by stage."""
-        if not self.programs.completion.redundancy:
-            return {}
         program = self.programs.full.without_messages
-        return {
-            stage: CopiedStage()
-            for stage, rank in enumerate(program.copy_ranks)
-            if self._host.grid.holds(rank) and program.index.has(Kind.REPLAY)
-        }
+        if not (self.programs.completion.redundancy and program.index.has(Kind.REPLAY)):
+            return {}
+        holds = self._host.grid.holds
+        return {stage: CopiedStage() for stage, rank in enumerate(program.copy_ranks) if holds(rank)}
 
     def _loss_rule(self, stage: int, part: int) -> LossRule | None:
         """Return the rule that the first calls of the user's loss function show; None for losses of torch."""

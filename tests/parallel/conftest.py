@@ -1,4 +1,4 @@
-"""Eight ranks for the tests of a file."""
+"""Ranks for the tests of a file."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,30 @@ from tests.support.rank_processes import Ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks(eight: Ranks) -> Ranks:
+    """Return eight processes that serve as ranks for all tests of a file."""
+    return eight
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Ranks]:
     """Start eight processes that serve as ranks for all tests of a file."""
-    ranks = Ranks(8)
+    yield from _started(8)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Start four processes that serve as ranks for all tests of a file."""
+    yield from _started(4)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Start two processes that serve as ranks for all tests of a file."""
+    yield from _started(2)
+
+
+def _started(count: int) -> Iterator[Ranks]:
+    ranks = Ranks(count)
     yield ranks
     ranks.close()

@@ -1,6 +1,5 @@
 """Pipelines of split layers: the same losses, norms and weights as one process, for every schedule and composition."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,22 +12,6 @@ from tests.support.rank_processes import Ranks
 
 #: The largest relative difference from one process.
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    """Start eight processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(8)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

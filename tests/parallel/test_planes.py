@@ -1,7 +1,5 @@
 """Planes: a mesh with a tensor axis is one job, whose processes follow one plan and are named in errors."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.jobs import planes as jobs
@@ -9,11 +7,9 @@ from tests.support.rank_processes import Ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+def ranks(four: Ranks) -> Ranks:
+    """Return four processes, on which the tests of this file run."""
+    return four
 
 
 def test_a_mesh_dimension_of_the_tensor_axis_makes_planes(ranks: Ranks) -> None:

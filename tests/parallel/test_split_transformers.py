@@ -1,6 +1,5 @@
 """Models of transformers that "auto" divides: runs resume with other ranks, and other programs read their weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,6 @@ from tests.support.rank_processes import Ranks
 
 pytestmark = pytest.mark.timeout(180)
 pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Start two processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def saved(group: Any, *args: Any) -> Any:

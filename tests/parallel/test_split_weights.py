@@ -1,7 +1,6 @@
 """Weights that the ranks of tensor groups divide: other code sees them whole, and all planes decide alike."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,22 +14,6 @@ from tests.support.jobs.split_weights import Case
 from tests.support.rank_processes import Ranks
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Start two processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("case", [Case((1, 2, 2), dropout=0.0), Case((2, 1, 2), dropout=0.0, zero=3, tied=False)])

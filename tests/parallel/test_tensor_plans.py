@@ -1,19 +1,7 @@
 """Plans with tensor groups run on the mesh that they ask for, and on no other."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from tests.support.jobs import tensor_plans
 from tests.support.rank_processes import Ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def test_the_plan_runs_on_the_mesh_that_it_asks_for(four: Ranks):

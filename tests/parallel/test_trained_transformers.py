@@ -4,7 +4,6 @@ The gradients are clipped, the rows have different numbers of labels, some micro
 frozen, and the heads of GPT-2, BERT and T5 are tied.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,6 @@ CASES = [
 
 def name_of(case: Case) -> str:
     return f"{case.name} {'by names' if case.by_names else 'auto'}{' with dropout' if case.dropout else ''}"
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    """Start eight processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(8)
-    yield ranks
-    ranks.close()
 
 
 def check(ranks: Ranks, case: Case, steps: int, timeout_s: float) -> None:

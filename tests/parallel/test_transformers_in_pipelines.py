@@ -1,18 +1,6 @@
 """Models of transformers that "auto" divides train over stages and tensor ranks as in one process."""
 
-from collections.abc import Iterator
-
 import pytest
-
-from tests.support.rank_processes import Ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Start four processes that serve as ranks for all tests of this file."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def job(process_group, *args):
