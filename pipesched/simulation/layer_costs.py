@@ -51,6 +51,7 @@ FIXED = (
     *SPLIT_SHARES,
     *SPLIT_COUNTS,
     "product_weight_bytes",
+    "summed_weight_bytes",
 )
 
 #: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a

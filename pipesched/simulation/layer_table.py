@@ -30,7 +30,7 @@ from pipesched.simulation.table_cells import (
     attribute_of,
     read_rows,
 )
-from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES, SPLIT_SIZES
+from pipesched.simulation.tensor_split import COUNTED, SPLIT_COUNTS, SPLIT_SHARES, SPLIT_SIZES
 from pipesched.simulation.tied_weight_costs import tied_groups
 from pipesched.units import parse_bytes, quote_bytes
 from pipesched.whole_files import write_whole
@@ -324,12 +324,10 @@ def _split_defaults(known: Row) -> Iterator[tuple[str, Any]]:
     yield "all_reduce_backward_bytes", other
     yield "all_reduces_forward", count
     yield "all_reduces_backward", max(1, count) if other else 0
-    counts = [
-        known.get(f"{which}_products", int(any(known.get(f"{which}_{of}_bytes") for of in ("input", "output"))))
-        for which in ("first", "second")
-    ]
-    yield from zip(("first_products", "second_products"), counts, strict=True)
-    yield "product_weight_bytes", round(known["parameter_bytes"] * known.get("split_parameters", forward)) * any(counts)
+    counts = {name: known.get(name, int(any(map(known.get, sizes)))) for name, sizes in COUNTED.items()}
+    yield from counts.items()
+    products = bool(counts["first_products"] or counts["second_products"])
+    yield "product_weight_bytes", round(known["parameter_bytes"] * known.get("split_parameters", forward)) * products
 
 
 # ---- from a graph to rows -------------------------------------------------------------------------------------------

@@ -25,9 +25,7 @@ _TIMES = {
 
 
 class LayoutTraffic:
-    """Computes the collectives of split layers.
-
-    The exchanges of norms (two numbers for each row) are not counted.
+    """Computes the collectives of split layers: of products, norms, biases and embeddings.
 
     Args:
         layout: how the ranks of a group divide matrices.
@@ -49,7 +47,7 @@ class LayoutTraffic:
         """
         seconds = dict.fromkeys("FIW", 0.0)
         received = dict.fromkeys("FIW", 0.0)
-        for action, count, exchange in self._exchanges(shares):
+        for action, count, exchange in (*self._products(shares), *self._others(shares)):
             seconds[action] += count * exchange.times * self._seconds(exchange.kind, exchange.axes, exchange.elements)
             received[action] += count * exchange.received
         return TensorTraffic(
@@ -63,7 +61,7 @@ class LayoutTraffic:
 
     @property
     def num_weights(self) -> int:
-        """The number of ranks among which the weights are divided."""
+        """The number of ranks among which the weights of products are divided."""
         weight = self._layout.linear(second=False).weight
         return self._layout.length((*weight.rows, *weight.columns))
 
@@ -76,10 +74,10 @@ class LayoutTraffic:
         return 1 if blocks.gathered_weight is None else self._layout.length([blocks.gathered_weight])
 
     def weight_bytes(self, shares: TensorShares) -> float:
-        """Return the size of the blocks of all weights of a layer on one rank."""
+        """Return the size of the blocks of the weights of all products of a layer on one rank."""
         return shares.product_weight_bytes / self.num_weights
 
-    def _exchanges(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
+    def _products(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
         """Yield the action, the number of products and the exchange, in bytes, for the mean first and second product.
 
         W is exchanged along the same axis in both, so all products may have the mean weight.
@@ -92,6 +90,30 @@ class LayoutTraffic:
                 weight = shares.product_weight_bytes / shares.num_products
                 for action, found in self._layout.exchanges_of(x / count, weight, y / count, second=second).items():
                     yield from ((action, count, exchange) for exchange in found)
+
+    def _others(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
+        """Yield the exchanges of norms, weights that all rows use, and embeddings.
+
+        A norm gathers two numbers for each row over the ranks that divide the columns, and sums two in its backward.
+        The ranks that divide the rows sum the gradients of biases and of norms' weights. They also divide the
+        vocabulary of an embedding, so they add and scatter its output.
+        """
+        rows, columns = self._layout.outer.rows, self._layout.outer.columns
+        height, width = self._layout.length(rows), self._layout.length(columns)
+        if shares.norms:
+            own = 2 * shares.norm_row_bytes / shares.norms / height
+            yield "F", shares.norms, self._exchange("all-gather", columns, own * width)
+            yield "I", shares.norms, self._exchange("all-reduce", columns, own)
+        if shares.summed_weights:
+            own = shares.summed_weight_bytes / shares.summed_weights / width
+            yield "I", shares.summed_weights, self._exchange("all-reduce", rows, own)
+        if shares.embedding_output_bytes:
+            own = shares.embedding_output_bytes / width
+            yield "F", 1, self._exchange("reduce-scatter", rows, own)
+            yield "I", 1, self._exchange("all-gather", rows, own)
+
+    def _exchange(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> Exchange:
+        return Exchange(kind=kind, axes=axes, ranks=self._layout.length(axes), elements=num_bytes)
 
     def _slowest_s(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
         ranks = range(self._layout.length(axes))

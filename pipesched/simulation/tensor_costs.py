@@ -7,8 +7,8 @@ layers.
 
 In a layout of two or three dimensions, all ranks together divide everything that a split layer does and holds: products
 and attention, norms and residual sums, activations and outputs. They also divide the weights, except that in 2.5d only
-the q x q ranks of a plane do. Weights that are not split, such as those of norms, are divided like the columns of the
-activations.
+the q x q ranks of a plane divide the weights of products. Weights that are not split, such as those of norms, are
+divided like the columns of the activations.
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,9 @@ def without_products(profile: Profile) -> list[str]:
     return [
         name
         for name, own in split.items()
-        if own.all_reduce_forward_bytes + own.all_reduce_backward_bytes and not own.num_products
+        if own.all_reduce_forward_bytes + own.all_reduce_backward_bytes
+        and not own.num_products
+        and not own.embedding_output_bytes
     ]
 
 
@@ -186,7 +188,7 @@ class TensorCosts:
         largest: dict[str, float] = {}
         for name, parameters in graph.nodes(data="parameters"):
             for parameter in parameters:
-                part = self._weights_part(shares[name].split_parameters) if shares[name] else 1.0
+                part = self._weights_part(shares[name]) if shares[name] else 1.0
                 largest[parameter] = max(largest.get(parameter, 0.0), part)
         return {
             name: (_whole(count * largest.get(name, 1.0)), _whole(size * largest.get(name, 1.0)))
@@ -202,10 +204,11 @@ class TensorCosts:
         """Return a rank's part of a value of which a share is split, and the rest divided by ``rest``."""
         return value * (share / self._axis.size + (1 - share) / rest)
 
-    def _weights_part(self, share: float) -> float:
-        """Return a rank's part of the weights of a layer of which a share is split."""
-        layout = self._axis.layout
-        return share / self._blocks.num_weights + (1 - share) / layout.length(layout.outer.columns)
+    def _weights_part(self, shares: TensorShares) -> float:
+        """Return a rank's part of the weights of a layer."""
+        layout, share = self._axis.layout, shares.split_parameters
+        parts = self._blocks.num_weights if shares.num_products else layout.size
+        return share / parts + (1 - share) / layout.length(layout.outer.columns)
 
     def _layer(self, node: Mapping[str, Any], shares: TensorShares) -> dict[str, Any]:
         """Return the costs of a split layer."""
@@ -220,7 +223,7 @@ class TensorCosts:
         ):
             own[name] = self._part(node[name], share, self._rest) + seconds
         for names, part in (
-            (_LIKE_PARAMETERS, self._weights_part(shares.split_parameters)),
+            (_LIKE_PARAMETERS, self._weights_part(shares)),
             (_LIKE_ACTIVATIONS, self._part(1, shares.split_activations, self._rest)),
             (_LIKE_OUTPUT, 1 / self._rest),
             (_LIKE_LOSS, 1 if self._axis.is_flat else 1 / self._rest),

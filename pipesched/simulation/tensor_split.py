@@ -16,7 +16,7 @@ from pipesched.checks import is_count
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
 
-__all__ = ["SPLIT_COUNTS", "SPLIT_SHARES", "SPLIT_SIZES", "TRAFFIC", "TensorShares", "TensorTraffic"]
+__all__ = ["COUNTED", "SPLIT_COUNTS", "SPLIT_SHARES", "SPLIT_SIZES", "TRAFFIC", "TensorShares", "TensorTraffic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,9 @@ class TensorShares:
     """The shares of a layer that the ranks of a tensor group divide, and the sizes of what they exchange.
 
     A share is a number from 0 (every rank does all of it) to 1 (divided evenly). Profiles and tables of layers have
-    these values under the same names. The sums over products are for layouts in two and three dimensions. Linear layers
-    form pairs, such as h -> 4h -> h; "first" and "second" are the products of the first and the second of each pair.
+    these values under the same names. The values after those of all-reduces are for layouts in two and three
+    dimensions. Linear layers form pairs, such as h -> 4h -> h; "first" and "second" are the products of the first and
+    the second of each pair.
     """
 
     #: The share of the forward's time.
@@ -56,10 +57,20 @@ class TensorShares:
     second_output_bytes: int = 0
     #: The size of the weights W of all products.
     product_weight_bytes: int = 0
+    #: The size of the outputs of split embeddings.
+    embedding_output_bytes: int = 0
+    #: The size of one number for each row, for all norms.
+    norm_row_bytes: int = 0
+    #: The size of the weights that all rows use without a product: biases, weights of norms, positions.
+    summed_weight_bytes: int = 0
     #: The number of first products.
     first_products: int = 0
     #: The number of second products.
     second_products: int = 0
+    #: The number of norms.
+    norms: int = 0
+    #: The number of weights that all rows use without a product.
+    summed_weights: int = 0
 
     def __bool__(self) -> bool:
         """Whether the ranks of a tensor group divide any part of the layer."""
@@ -81,7 +92,14 @@ class TensorShares:
 #: The names of the shares, of the sizes and of the counts in `TensorShares`.
 SPLIT_SHARES = tuple(item.name for item in fields(TensorShares) if item.name.startswith("split_"))
 SPLIT_SIZES = tuple(item.name for item in fields(TensorShares) if item.name.endswith("_bytes"))
-SPLIT_COUNTS = ("all_reduces_forward", "all_reduces_backward", "first_products", "second_products")
+#: The counts of `TensorShares` for layouts in two and three dimensions, with the sizes of what they count.
+COUNTED = {
+    "first_products": ("first_input_bytes", "first_output_bytes"),
+    "second_products": ("second_input_bytes", "second_output_bytes"),
+    "norms": ("norm_row_bytes",),
+    "summed_weights": ("summed_weight_bytes",),
+}
+SPLIT_COUNTS = ("all_reduces_forward", "all_reduces_backward", *COUNTED)
 
 
 @dataclass(frozen=True, kw_only=True)

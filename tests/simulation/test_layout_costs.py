@@ -96,6 +96,7 @@ def test_a_rank_holds_the_blocks_that_it_gathers():
 
 def test_layers_without_shares_stay_whole():
     plain = {name: 0 for name in PAIR if name.startswith(("split", "all_", "first", "second"))}
+    assert set(plain) > set(SIZES)
     profile = table(**plain)
     graph = TensorCosts(TensorAxis(size=64, layout=LAYOUTS[3]), 64, Links(Link(1, 1))).divided(profile).graph(64)
     assert costs_of(graph, "pair").figures() == costs_of(profile.graph(64), "pair").figures()
@@ -219,6 +220,39 @@ def test_the_slowest_of_all_groups_determines_the_time():
     assert own["forward_s"] - other["forward_s"] == pytest.approx(2 * 3 * 99)  # X of one product, Y of the other
 
 
+@settings(quick, max_examples=30)
+@given(st.sampled_from(LAYOUTS), st.integers(1, 100), st.integers(1, 100), st.integers(1, 3), st.integers(1, 3))
+def test_a_rank_sends_what_norms_biases_and_embeddings_need(layout, rows, hidden, norms, biases):
+    """R ranks divide the rows and C the hidden units. A norm gathers two numbers for each row, and sums two in I."""
+    high, wide = layout.length(layout.outer.rows), layout.length(layout.outer.columns)
+    size = 16 * rows * hidden
+    found = traffic(layout, TensorShares(norms=norms, norm_row_bytes=4 * norms * rows))
+    assert found.forward_bytes == pytest.approx(2 * (wide - 1) * 4 * norms * rows / high, abs=1)
+    assert found.input_grad_bytes == pytest.approx(4 * (wide - 1) / wide * 4 * norms * rows / high, abs=1)
+    found = traffic(layout, TensorShares(summed_weights=biases, summed_weight_bytes=biases * hidden))
+    assert (found.forward_bytes, found.weight_grad_bytes) == (0, 0)
+    assert found.input_grad_bytes == pytest.approx(2 * (high - 1) / high * biases * hidden / wide, abs=1)
+    found = traffic(layout, TensorShares(embedding_output_bytes=size))
+    assert found.forward_bytes == found.input_grad_bytes == pytest.approx((high - 1) / high * size / wide, abs=1)
+
+
+def test_biases_are_summed_over_all_ranks_that_divide_the_rows():
+    """In 3d, 16 ranks, in groups that leave their hosts; rings of 16 have 30 latencies."""
+    near, far = Link(1, 1000), Link(10, 100)
+    links = Links.of_hosts(4, 64, inside=near, between=far)
+    found = traffic(LAYOUTS[3], TensorShares(summed_weights=2, summed_weight_bytes=12_800), links)
+    assert found.input_grad_s == pytest.approx(2 * 2 * 15 * (10 + 6400 / 4 / 16 / 100))
+    found = traffic(LAYOUTS[3], TensorShares(norms=1, norm_row_bytes=6400), links)
+    assert found.forward_s == pytest.approx(ring(near, 2 * 6400 / 16 * 4))
+    assert found.input_grad_s == pytest.approx(2 * ring(near, 2 * 6400 / 16))
+
+
+def test_all_ranks_divide_an_embedding_also_with_depth():
+    cells = dict.fromkeys(SIZES, 0) | {"embedding_output_bytes": 128_000}
+    for layout in LAYOUTS:
+        assert divided(layout, **cells)["parameter_bytes"] == 160_000 // layout.size + 400 // 4
+
+
 def test_larger_cubes_send_less():
     for shares in (ONE, TensorShares(second_input_bytes=10**6, product_weight_bytes=10**6, second_products=2)):
         sent = [traffic(TensorLayout.of("3d", size), shares).forward_bytes for size in (8, 27, 64)]
@@ -232,8 +266,12 @@ def test_a_table_needs_only_the_sizes_of_inputs_and_outputs():
     node = table().graph(64).nodes["pair"]
     assert (node["first_products"], node["second_products"]) == (1, 1)
     assert node["product_weight_bytes"] == 160_000
-    cells = table(first_products=3, second_products=2, product_weight_bytes=5).to_table()[0]
-    assert (cells["first_products"], cells["second_products"], cells["product_weight_bytes"]) == (3, 2, 5)
+    given = {"first_products": 3, "second_products": 2, "product_weight_bytes": 5, "norms": 2, "norm_row_bytes": 512}
+    given |= {"summed_weights": 6, "summed_weight_bytes": 700, "embedding_output_bytes": 3}
+    cells = table(**given).to_table()[0]
+    assert {name: cells[name] for name in given} == given
+    one = table(norm_row_bytes=1, summed_weight_bytes=1).graph(64).nodes["pair"]
+    assert (one["norms"], one["summed_weights"]) == (1, 1)
     assert "first_products" not in table().to_table()[0]
     assert Profile.from_table(table().to_table()).graph(64).nodes["pair"] == node
     none = dict.fromkeys(SIZES, 0)
@@ -241,9 +279,13 @@ def test_a_table_needs_only_the_sizes_of_inputs_and_outputs():
 
 
 def test_larger_micro_batches_have_the_same_weights():
-    rows = [{"name": "pair"} | PAIR | {"rows": rows, "first_input_bytes": 2000 * rows} for rows in (64, 128)]
+    rows = [
+        {"name": "pair"} | PAIR | {"rows": rows, "first_input_bytes": 2000 * rows, "summed_weight_bytes": 7}
+        for rows in (64, 128)
+    ]
     node = Profile.from_table(rows).graph(96).nodes["pair"]
     assert (node["first_input_bytes"], node["product_weight_bytes"]) == (192_000, 160_000)
+    assert (node["summed_weight_bytes"], node["summed_weights"]) == (7, 1)
 
 
 def test_layers_with_all_reduces_need_the_sizes_of_their_products():
@@ -251,6 +293,7 @@ def test_layers_with_all_reduces_need_the_sizes_of_their_products():
     assert without_products(table(**cells)) == ["pair"]
     assert without_products(table()) == []
     assert without_products(table(**cells, all_reduce_forward_bytes=0)) == []
+    assert without_products(table(**cells, embedding_output_bytes=1)) == []
 
 
 @of_layout
