@@ -110,6 +110,10 @@ class Transformer:
             "first_products": 2,
             "second_products": 2,
             "product_weight_bytes": weights,
+            "norms": 2,
+            "norm_row_bytes": 2 * rows * 4,
+            "summed_weights": 8,  # four biases, and weight and bias of two norms
+            "summed_weight_bytes": (3 + 1 + 4 + 1 + 4) * width * gpu.wide,
         }
         return Profile.from_table([{"name": f"layer{at}"} | layer for at in range(self.layers)], rows=self.batch)
 
@@ -140,8 +144,8 @@ def node_links(layout: TensorLayout, gpu: Gpu, card: float, *, square: bool = Tr
     """Return the links of the groups along each axis. Groups that leave a node at the same time share its card."""
     nodes = nodes_of(layout, square=square)
     collectives: dict[tuple[int, ...], Collectives] = {}
-    for axis in layout.axes:
-        groups = list(dict.fromkeys(tuple(layout.peers(rank, (axis,))) for rank in range(layout.size)))
+    for axes in dict.fromkeys([*((axis,) for axis in layout.axes), layout.outer.rows or layout.axes]):
+        groups = list(dict.fromkeys(tuple(layout.peers(rank, axes)) for rank in range(layout.size)))
         leaving = Counter(node for ranks in groups if len(spans(ranks, nodes)) > 1 for node in spans(ranks, nodes))
         for ranks in groups:
             own = spans(ranks, nodes)
@@ -221,6 +225,7 @@ def scaling() -> Iterator[str]:
 MACHINES = (
     ("64 GPUs, equal links of 25 GB/s", 64, Links(inside=Link(10e-6, 25e9))),
     ("64 GPUs, 8 in a host", 64, Links.of_hosts(8, 64, inside=Link(5e-6, 300e9), between=Link(10e-6, 50e9))),
+    ("16 GPUs, 8 in a host", 16, Links.of_hosts(8, 16, inside=Link(5e-6, 300e9), between=Link(10e-6, 50e9))),
     ("8 GPUs of a host", 8, Links(inside=Link(5e-6, 300e9))),
 )
 
