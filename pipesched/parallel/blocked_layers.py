@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipesched.parallel.layer_styles import linear_kind
 from pipesched.parallel.styles import split_model, styles_of
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
-from pipesched.parallel.weight_split import WeightSplit
+from pipesched.parallel.weight_split import Split
 from pipesched.units import quote_bytes
 from pipesched.viz.tensor_blocks import BlockedLayer, BlockedTensor, Rectangle
 
@@ -83,9 +83,7 @@ def _calls(model: nn.Module, names: Sequence[str], group: TensorGroup, inputs: S
     return found
 
 
-def _layer(
-    name: str, style: str, module: nn.Module, split: WeightSplit, group: TensorGroup, call: _Call
-) -> BlockedLayer:
+def _layer(name: str, style: str, module: nn.Module, split: Split, group: TensorGroup, call: _Call) -> BlockedLayer:
     weight: Any = module.weight
     rows, columns = weight.shape
     numbered = torch.arange(rows * columns).view(rows, columns)
