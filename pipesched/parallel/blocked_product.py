@@ -42,6 +42,8 @@ class _Blocked:
         self._of_y: TensorGroup | None = None if blocks.scattered_y is None else grid.over([blocks.scattered_y])
         self._summed = None if blocks.summed_weight is None else grid.over([blocks.summed_weight])
         self._transposed = transposed
+        #: Each rank multiplies the blocks that it gathers, or the panels that it gets.
+        self.products = self._of_x.size * (1 if blocks.panels else self._of_weight.size)
 
     def _matrix(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return (weight.t() if self._transposed else weight).to(dtype)

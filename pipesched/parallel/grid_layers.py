@@ -244,6 +244,6 @@ class JoinsBlocks(nn.Module):
         """Call the module, and gather the blocks of its output."""
         output = super().forward(*args, **kwargs)
         grid = grid_of(self)
-        layout = grid.group.layout
+        layout = _INNER if grid.group.layout is _INNER else _OUTER  # while it is measured by itself, it may be whole
         grid.group.layout = ActivationLayout.WHOLE
         return gather_blocks(output, grid, layout)
