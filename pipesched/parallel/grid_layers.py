@@ -72,7 +72,7 @@ class BlockedLinear(nn.Module):
     """The forward of a linear layer on a grid."""
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any  # a tensor or None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's block of the output, given its block of the input."""

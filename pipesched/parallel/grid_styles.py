@@ -98,12 +98,15 @@ class GridLinear(GridStyle):
         return splits
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        transposed = check_linear(module, name, "column")
+        self.hold(module, group, BlockedLinear, transposed=check_linear(module, name, "column"))
+
+    def hold(self, module: nn.Module, group: TensorGroup, form: type[nn.Module] | None, *, transposed: bool) -> None:
+        """Give a linear layer, whose weights have been divided, this rank's sizes, and the forward of ``form``."""
         blocks = self.layout.linear(second=self.second)
         parts = self.layout.length(blocks.x.columns), self.layout.length(blocks.y.columns)
         sizes = ("nx", "nf") if transposed else ("in_features", "out_features")
         own = {size: vars(module)[size] // part for size, part in zip(sizes, parts, strict=True)}
-        become(module, BlockedLinear, group, own, second=self.second, transposed=transposed)
+        become(module, form, group, own, second=self.second, transposed=transposed)
 
 
 @dataclass(frozen=True)

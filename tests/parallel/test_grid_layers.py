@@ -6,30 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched.errors import InputError
 from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
 from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.layer_styles import Column, Heads
 from pipesched.parallel.styles import divide_losses, split_model
-from pipesched.parallel.tensor_group import TensorGroup
 from pipesched.simulation.tensor_layout import TensorLayout
 from pipesched.tensors.keyed_random import KeyedRandom
 from tests.support.divided_layers import CPU, EXACT, Perceptron, grouped, run, whole
-from tests.support.rank_processes import Ranks
 
 GRIDS = [("2d", 4), ("2.5d", 8), ("3d", 8), ("2d", 9)]
 DTYPES = [torch.float64, torch.float32]
 ROWS, LENGTH, WIDTH, HIDDEN, HEADS, NUMBERS = 12, 5, 24, 48, 6, 36
 IN, OUT = {"0": "begin"}, {"2": "end"}
-
-
-@pytest.fixture(scope="module")
-def ranks_of(four, eight):
-    """Return the ranks of a job, by their number. A grid makes process groups of all processes of a job."""
-    nine = Ranks(9)
-    yield {4: four, 8: eight, 9: nine}
-    nine.close()
 
 
 def states(dtype, width=WIDTH):

@@ -1,5 +1,8 @@
 """Pipelines of layers that are split in two and three dimensions."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,3 +27,41 @@ def test_a_grid_trains_as_one_process_with_the_same_bits_for_every_schedule(eigh
             for (name, weight), expected in zip(one.weights.items(), due.weights.values(), strict=True):
                 assert torch.equal(weight, first.weights[name])
                 assert float((weight - expected).abs().max() / expected.abs().max()) <= LIMITS[dtype]
+
+
+LAYOUTS = {"3d": (1, 1, 8), "2.5d": (1, 1, 8), "2d": (1, 2, 4), "1d": (1, 2, 4)}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", ["plain", *LAYOUTS])
+def test_a_run_of_one_layout_continues_in_another(eight: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    dtype = torch.float64
+    due = jobs.looped(dtype)
+
+    def options(layout: str) -> tuple[Any, ...]:
+        return LAYOUTS[layout], layout, "1f1b", dtype
+
+    path = str(tmp_path / "run")
+    for loss in eight.run(8, jobs.saved, path, *options(before), timeout_s=60):
+        assert loss == pytest.approx(due.losses[1], rel=1e-12)
+    if after == "plain":
+        found = [jobs.loaded_plain(path, dtype)]
+    else:
+        found = eight.run(8, jobs.loaded, path, *options(after), timeout_s=60)
+    for loss, weights in found:
+        assert loss == pytest.approx(due.losses[1], rel=1e-12)
+        assert weights.keys() == due.weights.keys()
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_replicas_of_a_grid_train_as_one_process(eight: Ranks, tmp_path: Path, zero: int) -> None:
+    """And a saved run of replicas continues, with the parts of the states that each holds."""
+    dtype = torch.float64
+    due = jobs.looped(dtype, 2)
+    for one, again in eight.run(8, jobs.of_replicas, str(tmp_path / "run"), zero, dtype, timeout_s=60):
+        assert one.losses == pytest.approx(due.losses, rel=1e-12)
+        assert one.norms == pytest.approx(due.norms, rel=1e-12)
+        assert again == one.losses[-1]
+        for name, weight in one.weights.items():
+            assert torch.allclose(weight, due.weights[name], rtol=1e-12, atol=1e-13)
