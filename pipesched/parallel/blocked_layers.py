@@ -16,10 +16,11 @@ from pipesched.parallel.layer_styles import linear_kind
 from pipesched.parallel.styles import split_model, styles_of
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import Split
+from pipesched.simulation.tensor_layout import Axis, BlockAxes, TensorLayout
 from pipesched.units import quote_bytes
 from pipesched.viz.tensor_blocks import BlockedLayer, BlockedTensor, Rectangle
 
-__all__ = ["blocked_layers"]
+__all__ = ["blocked_layers", "layout_blocks"]
 
 _Run = tuple[int, int]  # (first, end)
 
@@ -56,6 +57,46 @@ def blocked_layers(model: nn.Module, wanted: Any, size: int, *inputs: Tensor) ->
         _layer(name, str(styles.get(name, "")), model.get_submodule(name), splits[f"{name}.weight"], group, call)
         for name, call in calls.items()
     ]
+
+
+def layout_blocks(layout: TensorLayout, rows: int, width: int, hidden: int) -> list[BlockedLayer]:
+    """Return the blocks of a pair of linear layers, width -> hidden -> width, in a layout.
+
+    Args:
+        layout: the layout, such as ``TensorLayout.of("3d", 8)``.
+        rows: the rows of all sequences together.
+        width: the inputs of the first layer, and the outputs of the second.
+        hidden: the outputs of the first layer.
+
+    """
+    return [
+        _of_layout(layout, second, (rows, *sizes)) for second, sizes in enumerate([(width, hidden), (hidden, width)])
+    ]
+
+
+def _of_layout(layout: TensorLayout, second: int, sizes: tuple[int, int, int]) -> BlockedLayer:
+    rows, inputs, outputs = sizes
+    blocks = layout.linear(second=bool(second))
+    exchanges = layout.exchanges(*sizes, second=bool(second))["F"]
+    each = ", ".join(f"{one.received:,.0f} by {one.kind} ({one.axes[0]})" for one in exchanges)
+    text = f"a rank receives {each}" if exchanges else ""
+    tensors = (
+        _blocked("X", (rows, inputs), blocks.x, layout),
+        _blocked("W", (inputs, outputs), blocks.weight, layout),
+        _blocked("Y", (rows, outputs), blocks.y, layout),
+    )
+    return BlockedLayer("second" if second else "first", str(layout), tensors, text)
+
+
+def _blocked(name: str, shape: tuple[int, int], blocks: BlockAxes, layout: TensorLayout) -> BlockedTensor:
+    def run(rank: int, length: int, axes: Sequence[Axis]) -> _Run:
+        place, parts = layout.place(rank, axes), layout.length(axes)
+        return place * length // parts, (place + 1) * length // parts
+
+    held = tuple(
+        ((*run(rank, shape[0], blocks.rows), *run(rank, shape[1], blocks.columns)),) for rank in range(layout.size)
+    )
+    return BlockedTensor(name, shape, held)
 
 
 def _calls(model: nn.Module, names: Sequence[str], group: TensorGroup, inputs: Sequence[Tensor]) -> dict[str, _Call]:

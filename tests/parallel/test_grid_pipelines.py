@@ -65,3 +65,35 @@ def test_replicas_of_a_grid_train_as_one_process(eight: Ranks, tmp_path: Path, z
         assert again == one.losses[-1]
         for name, weight in one.weights.items():
             assert torch.allclose(weight, due.weights[name], rtol=1e-12, atol=1e-13)
+
+
+COLLECTIVES = [("2d", (1, 2, 4), "broadcast"), ("2d", (1, 2, 4), "reduce"), ("3d", (1, 1, 8), "reduce_scatter")]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("fault", ["raise", "exit", "freeze", "hang"])
+@pytest.mark.parametrize("place", COLLECTIVES, ids=str)
+def test_a_rank_that_fails_inside_a_collective_is_named_in_time(eight: Ranks, place: Any, fault: str) -> None:
+    layout, shape, collective = place
+    *others, last = eight.run(8, jobs.with_a_fault, layout, shape, fault, collective, timeout_s=100)
+    assert (last is None) == (fault in ("exit", "freeze"))
+    for seen in others:
+        assert "rank 7" in seen.error
+        assert seen.seconds < 5 + 5, seen
+
+
+def test_a_rank_that_is_late_in_a_collective_changes_nothing(eight: Ranks) -> None:
+    for seen in eight.run(8, jobs.with_a_fault, "2d", (1, 2, 4), "late", "broadcast", timeout_s=60):
+        assert not seen.error
+
+
+def test_options_that_a_grid_does_not_allow_are_refused_by_name(four: Ranks) -> None:
+    for found in four.run(4, jobs.refused, timeout_s=60):
+        assert "must be l x l x l, such as 8 or 27; got 4" in found["ranks"]
+        assert "the layout 2d (3 x 3) has 9, and the dimension 4" in found["size"]
+        assert "name the layers, such as {'*.up': 'column'" in found["auto"]
+        assert "one of '1d', '2d', '2.5d', '3d', or a TensorLayout; got '4d'" in found["word"]
+        assert "'1.up' got Column(gathered=True); choose 'column', 'row'" in found["gathered"]
+        assert "'1.norm'" in found["a norm without a style"]
+        assert "'1.inner' is a Dropout" in found["no norm"]
+        assert "give them to the module that contains it" in found["edge"]

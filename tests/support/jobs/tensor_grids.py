@@ -1,8 +1,12 @@
 """Jobs of the tests of pipelines whose layers are split in two and three dimensions."""
 
+import os
+import signal
+import subprocess
+import time
 import warnings
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -10,7 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline
+from pipesched.errors import ExecutionError
+from pipesched.parallel.tensor_group import TensorGroup
 from pipesched.program.actions import Kind
+from pipesched.simulation.tensor_layout import TensorLayout
 from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.jobs.tensor_parallel import (
     ROWS,
@@ -21,6 +28,7 @@ from tests.support.jobs.tensor_parallel import (
     Trained,
     _median_s,
     batch_of,
+    said,
     sgd,
 )
 
@@ -137,3 +145,69 @@ def of_replicas(group: Any, path: str, zero: int, dtype: torch.dtype) -> tuple[T
         weights = {name: own.clone() for name, own in pipe.full_state_dict().items()}
         pipe.load(path)
         return Trained(losses, norms, weights, 0.0), float(pipe.step(x, target=y))
+
+
+class Seen(NamedTuple):
+    """What a rank saw of a fault: the error, and after how many seconds."""
+
+    error: str
+    seconds: float
+
+
+def with_a_fault(group: Any, layout: str, shape: tuple[int, int, int], fault: str, collective: str) -> Seen:
+    """Run two steps. In the second, the last rank has a fault inside a collective of a layer."""
+    dtype = torch.float32
+    x, y = batch_of(dtype)
+    faulty = distributed.get_rank() == distributed.get_world_size() - 1
+    with pipeline(shape, layout, "zb-h1", dtype, distributed={"timeout": 5}) as pipe:
+        pipe.step(x, target=y)
+        own = getattr(TensorGroup, collective)
+        if faulty:
+            setattr(TensorGroup, collective, _faulty(own, fault))
+        begin_s = time.monotonic()
+        try:
+            pipe.step(x, target=y)
+        except (ExecutionError, ValueError) as error:
+            return Seen(str(error), time.monotonic() - begin_s)
+        finally:
+            setattr(TensorGroup, collective, own)
+        return Seen("", time.monotonic() - begin_s)
+
+
+def _faulty(own: Any, fault: str) -> Any:
+    def collective(group: TensorGroup, *args: Any) -> Any:
+        if fault == "raise":
+            raise ValueError("a fault of the test")
+        if fault == "exit":
+            os._exit(0)
+        if fault == "freeze":
+            subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {os.getpid()}"])  # so that the test can go on
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "hang":
+            time.sleep(12)
+        if not late:  # once
+            late.append(True)
+            time.sleep(1)
+        return own(group, *args)
+
+    late: list[bool] = []
+    return collective
+
+
+def refused(group: Any) -> dict[str, str]:
+    """Return the errors of options that a grid does not allow."""
+    edges = {"0": "begin", "5": "end"}
+    options: dict[str, dict[str, Any]] = {
+        "ranks": {"tensor_layout": "3d"},
+        "size": {"tensor_layout": TensorLayout(kind="2d", shape=(3, 3))},
+        "auto": {"tensor_parallel": "auto"},
+        "word": {"tensor_layout": "4d"},
+        "gathered": {"tensor_parallel": {**edges, "*.norm": "norm", "*.up": "column-gathered"}},
+        "a norm without a style": {"tensor_parallel": {**edges, **SPLIT}},
+        "no norm": {"tensor_parallel": {**edges, **SPLIT, "*.inner": "norm"}},
+        "edge": {"tensor_parallel": {**SPLIT, "*.norm": "begin"}},
+    }
+    return {
+        name: said(lambda own=own: pipeline((1, 1, 4), "2d", "1f1b", torch.float32, distributed=own))
+        for name, own in options.items()
+    }
