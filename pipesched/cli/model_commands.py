@@ -21,6 +21,7 @@ from pipesched.cli.options import (
     as_bytes,
     as_optimizer,
     as_replicas,
+    as_tensor_layouts,
     as_tensor_sizes,
     echo,
     read_links,
@@ -162,6 +163,13 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 @click.option(
     "--sequence-parallel", is_flag=True, help="These ranks also divide the sequence in norms and residual sums."
 )
+@click.option(
+    "--tensor-layouts",
+    callback=as_tensor_layouts,
+    default="1d",
+    show_default=True,
+    help="The layouts from which to choose how these ranks divide matrices, such as 1d,2d,2.5d,3d.",
+)
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(
     "--schedule",
@@ -213,6 +221,7 @@ def tune(model: str | None, *, output: tuple[Path, ...], width: int | None, **ch
       pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
       pipesched tune profile.json --ranks 64 --batch 512 --replicas auto --memory-limit 72GB
       pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 64 --replicas auto --tensor 1,2,4,8
+      pipesched tune --table layers.csv --batch 512 --ranks 64 --replicas auto --tensor 8,64 --tensor-layouts 1d,3d
       pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 16 --links links.json -o plan.json -o plan.png
     """
     from pipesched.planning.report.report import Report
@@ -238,6 +247,7 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     zero: str,
     tensor: tuple[int, ...],
     sequence_parallel: bool,
+    tensor_layouts: tuple[str, ...],
     memory_limit: int | None,
     links: Path | None,
     confirm: int,
@@ -270,6 +280,7 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
         "axes": _axes(ranks, replicas, tensor),
         "tensor": tensor if replicas == "auto" else 1,
         "sequence_parallel": sequence_parallel,
+        "tensor_layouts": tensor_layouts,
         "zero": int(zero) if zero.isdigit() else "auto",
         "optimizer": optimizer,
         "progress": sys.stderr.isatty(),

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -12,6 +12,7 @@ from pipesched.errors import InputError
 from pipesched.json_files import load_json
 from pipesched.simulation.links import Links
 from pipesched.simulation.optimizer_state import OptimizerState, StateRule
+from pipesched.simulation.tensor_layout import LayoutKind
 from pipesched.units import parse_bytes
 from pipesched.viz.blocks import encodable
 
@@ -26,6 +27,7 @@ __all__ = [
     "as_bytes",
     "as_optimizer",
     "as_replicas",
+    "as_tensor_layouts",
     "as_tensor_sizes",
     "echo",
     "read_links",
@@ -104,6 +106,14 @@ def as_tensor_sizes(_: Any, __: Any, text: str | None) -> tuple[int, ...]:
     if not all(size.strip().isdecimal() and int(size) for size in sizes.split(",")):
         raise click.BadParameter(f"{text!r} is not a list of numbers of ranks; for example, pass 8, or 1,2,4,8")
     return tuple(map(int, sizes.split(",")))
+
+
+def as_tensor_layouts(_: Any, __: Any, text: str) -> tuple[str, ...]:
+    """Parse layouts of the ranks that split each layer, such as ``1d,3d``."""
+    kinds = tuple(map(str.strip, text.split(",")))
+    if {*kinds} - {*get_args(LayoutKind)}:
+        raise click.BadParameter(f"{text!r} is not a list of layouts; for example, pass 3d, or 1d,2d,2.5d,3d")
+    return kinds
 
 
 def read_links(path: Path) -> Links:

@@ -27,6 +27,7 @@ from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.size_fit import Size, SizeFit
 from pipesched.simulation.tensor_axis import TensorAxis
+from pipesched.simulation.tensor_layout import TensorLayout
 from pipesched.simulation.tensor_split import TensorShares, TensorTraffic
 
 __all__ = ["learn_decided_types", "learn_sent_values", "learn_step_types"]
@@ -54,6 +55,7 @@ _DECIDED = (
     Links,
     Replication,
     TensorAxis,
+    TensorLayout,
     TensorShares,
     TensorTraffic,
     Completion,

@@ -20,7 +20,7 @@ from pipesched.pipeline.options import Distributed
 from pipesched.pipeline.plan_trials import PlanTrial
 from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.planning.adviser import advised
-from pipesched.planning.axes_search import Axes, TensorSizes, Zero, check_tensor
+from pipesched.planning.axes_search import Axes, TensorLayouts, TensorSizes, Zero, check_tensor
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
@@ -83,6 +83,7 @@ def tune(
     zero: Zero = "auto",
     tensor: TensorSizes = 1,
     sequence_parallel: bool = False,
+    tensor_layouts: TensorLayouts = ("1d",),
     confirm: int | None = None,
     prove: bool = False,
     progress: bool = False,
@@ -159,6 +160,10 @@ def tune(
             changes sums, so losses agree only within rounding. Default: 1 (layers are not split).
         sequence_parallel: whether the ranks that split a layer also divide the sequence in norms, dropouts, residual
             sums and messages between stages. Default: False.
+        tensor_layouts: the layouts from which the search chooses how these ranks divide matrices: "1d" (Shoeybi et al.
+            2019, arXiv:1909.08053), "2d" (Xu et al. 2021, arXiv:2104.05343), "2.5d" (Wang et al. 2021,
+            arXiv:2105.14500) and "3d" (Bian et al. 2021, arXiv:2105.14450), or several of them, such as
+            ``("1d", "3d")``. Default: ``("1d",)``.
         confirm: the number of plans in trial runs. tune runs the plans with the shortest predicted steps. Default: up
             to 3 for a model with devices or a mesh (fewer if steps take longer than about half a second), else 0. With
             num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
@@ -200,7 +205,7 @@ def tune(
         ranks_are = "processes"
     _check_axes(axes, num_ranks, confirm)
     check_effort(effort, axes, zero)
-    check_tensor(axes, tensor, sequence_parallel)
+    check_tensor(axes, tensor, sequence_parallel, tensor_layouts)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
@@ -232,6 +237,7 @@ def tune(
         zero=zero,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
+        tensor_layouts=tensor_layouts,
         updates=optimizer is not None,
     )
 

@@ -77,16 +77,29 @@ class _Adviser:
         axes = {"pipeline": self.plan.program.num_ranks, "replicate": own.num_replicas, **groups}
         splits = self.plan.tensor is not None and self.plan.tensor.sequence_parallel
         chosen = {} if self.search.tensor == 1 else {"tensor": 1, "sequence_parallel": splits}
-        return {"axes": axes, "zero": own.zero, **chosen}
+        return {"axes": axes, "zero": own.zero, **chosen, **self._layouts}
+
+    @property
+    def _layouts(self) -> dict[str, Any]:
+        """The argument that keeps the layout of the tensor groups, if the search had to choose among several."""
+        kind = "1d" if self.plan.tensor is None else self.plan.tensor.layout.kind
+        return {} if self.search.tensor_layouts in (kind, (kind,), [kind]) else {"tensor_layouts": (kind,)}
 
     def _request(self, arguments: dict[str, Any]) -> SearchRequest:
         """Return the request for the plan after a change. With replicas, their division stays."""
         changed = self.search.but(**{**self._pinned, **arguments})
         if changed.axes is None:
             return changed.search_request
-        searches = list(changed.axes_request.searches())
+        searches = changed.axes_request.divisions()
         own = self.plan.replication
-        same = [one for one in searches if one.replica_costs and own and _alike(one.replica_costs.replication, own)]
+        same = [
+            one
+            for one in searches
+            if one.tensor == self.plan.tensor
+            and one.replica_costs
+            and own
+            and _alike(one.replica_costs.replication, own)
+        ]
         return (same or searches)[0]
 
     def _quick(self, arguments: dict[str, Any]) -> _FoundPlan | None:

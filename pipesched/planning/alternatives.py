@@ -41,6 +41,8 @@ class Alternative:
     zero: int | None = None
     #: The number of ranks that split each layer. None: layers are not split.
     tensor_size: int | None = None
+    #: How these ranks divide matrices, such as "3d (4 x 4 x 4)". "": in one dimension.
+    tensor_layout: str = ""
     #: Why the plan was not chosen; "" for the chosen plan.
     note: str = ""
 

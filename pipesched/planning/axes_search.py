@@ -7,14 +7,15 @@ divisions in full, in the order of their promise: the mean of the step of 1F1B a
 promising value of ``zero=`` for each depth of the pipelines, because values of ``zero=`` differ less than depths. It
 leaves out divisions whose bound is not below the best step time, and ends when it has used up its effort.
 
-If the user allows it, ranks also form tensor groups that split each layer. For each size of the groups, the layers get
-the costs of one rank of a group, and one rank of each group is divided into pipelines and replicas as above.
+If the user allows it, ranks also form tensor groups that split each layer. For each size of the groups, and for each
+layout of their ranks in one to three dimensions, the layers get the costs of one rank of a group, and one rank of each
+group is divided into pipelines and replicas as above.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pipesched.checks import check_type, is_count, is_whole, shown
 from pipesched.errors import InputError, MemoryLimitError, PartitionError
@@ -29,10 +30,11 @@ from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ZERO_LEVELS, ReplicaCosts, Replication
 from pipesched.simulation.tensor_axis import TensorAxis
-from pipesched.simulation.tensor_costs import TensorCosts, can_be_split
-from pipesched.units import counted
+from pipesched.simulation.tensor_costs import TensorCosts, can_be_split, without_products
+from pipesched.simulation.tensor_layout import LayoutKind, TensorLayout
+from pipesched.units import and_more, counted
 
-__all__ = ["Axes", "AxesRequest", "TensorSizes", "Zero", "check_tensor", "find_axes"]
+__all__ = ["Axes", "AxesRequest", "TensorLayouts", "TensorSizes", "Zero", "check_tensor", "find_axes"]
 
 #: The number of ranks per pipeline and the number of replicas, as {"pipeline": 8, "replicate": 8}, or "auto". A mapping
 #: can also have the number of ranks that split each layer ("tensor").
@@ -43,6 +45,9 @@ Zero = Literal["auto"] | int
 
 #: The numbers of ranks that may split each layer: one number, or several.
 TensorSizes = int | Sequence[int]
+
+#: The layouts of the ranks that split each layer: one kind, or several.
+TensorLayouts = LayoutKind | Sequence[LayoutKind]
 
 #: The values of zero= that "auto" tries, and whether weights are gathered only once per step. zero=1 is not tried,
 #: because zero=1 never needs less peak memory than zero=2, and sends more bytes. zero=3 needs less memory than zero=2
@@ -74,6 +79,8 @@ class AxesRequest:
     tensor: TensorSizes = 1
     #: Whether these ranks also divide the sequence between the split parts.
     sequence_parallel: bool = False
+    #: The kinds of layouts in which these ranks may divide matrices.
+    tensor_layouts: TensorLayouts = ("1d",)
     #: Other arguments of `SearchRequest.of`.
     options: Mapping[str, Any]
 
@@ -86,7 +93,7 @@ class AxesRequest:
             )
         if self.zero != "auto" and (not is_whole(self.zero) or self.zero not in ZERO_LEVELS):
             raise PartitionError(f"zero= must be 'auto', 0, 1, 2 or 3; got {shown(self.zero)}; choose one of them")
-        check_tensor(self.axes, self.tensor, self.sequence_parallel)
+        check_tensor(self.axes, self.tensor, self.sequence_parallel, self.tensor_layouts)
         if max(self.tensor_sizes) > 1 and not can_be_split(self.profile):
             raise PartitionError(
                 f"a tensor group can divide only what the profile says can be split; got the sizes "
@@ -94,9 +101,19 @@ class AxesRequest:
                 f"layer; add the column split_forward to the table of layers (docs/howto/tables.md), or leave tensor= "
                 f"out"
             )
-        if isinstance(self.axes, str):
-            return
-        self._check_mapping(self.axes)
+        if (
+            max(self.tensor_sizes) > 1
+            and {*self.layout_kinds} != {"1d"}
+            and (unknown := without_products(self.profile))
+        ):
+            raise PartitionError(
+                f"layouts of two and three dimensions exchange blocks of the matrices of products; the profile has no "
+                f"sizes of products for {and_more(unknown)}; add the "
+                f"columns first_input_bytes, first_output_bytes, second_input_bytes and second_output_bytes to the "
+                f"table of layers (docs/howto/tables.md), or pass tensor_layouts='1d'"
+            )
+        if not isinstance(self.axes, str):
+            self._check_mapping(self.axes)
 
     def _check_mapping(self, axes: Mapping[str, int]) -> None:
         """Raise PartitionError unless the product of the axes is the number of ranks, and replicas divide the batch."""
@@ -118,6 +135,13 @@ class AxesRequest:
             return [self.axes.get("tensor", 1)]
         return [self.tensor] if isinstance(self.tensor, int) else sorted({*self.tensor})
 
+    def divisions(self) -> list[SearchRequest]:
+        """Return the search requests of `searches`. Raises PartitionError if there is no allowed division."""
+        found = list(self.searches())
+        if not found:
+            raise _no_division(self)
+        return found
+
     def searches(self) -> Iterator[SearchRequest]:
         """Yield a search request for each allowed division of the ranks into pipelines and replicas.
 
@@ -125,10 +149,23 @@ class AxesRequest:
         """
         for size in self.tensor_sizes:
             if self.num_ranks % size == 0:
-                yield from self._searches_of(None if size == 1 else self._axis(size))
+                for tensor in self._groups(size):
+                    yield from self._searches_of(tensor)
 
-    def _axis(self, size: int) -> TensorAxis:
-        return TensorAxis(size=size, sequence_parallel=self.sequence_parallel)
+    @property
+    def layout_kinds(self) -> Sequence[LayoutKind]:
+        """The kinds of layouts in which the ranks of a tensor group may divide matrices."""
+        return [self.tensor_layouts] if isinstance(self.tensor_layouts, str) else self.tensor_layouts
+
+    def _groups(self, size: int) -> Iterator[TensorAxis | None]:
+        """Yield the tensor groups of this size, in each allowed layout."""
+        if size == 1:
+            yield None
+            return
+        for layout in TensorLayout.every(size):
+            if layout.kind in self.layout_kinds:
+                splits = self.sequence_parallel and layout.kind == "1d"
+                yield TensorAxis(size=size, sequence_parallel=splits, layout=layout)
 
     def _searches_of(self, tensor: TensorAxis | None) -> Iterator[SearchRequest]:
         """Yield the search requests with these tensor groups. A rank in a request stands for one group."""
@@ -140,10 +177,8 @@ class AxesRequest:
         for num_ranks, replication in self._divisions(total, links):
             own = ReplicaCosts(replication, num_ranks, links)
             batch_size = self.batch_size // replication.num_replicas
-            count = self.request.num_microbatches
             # Tensor groups may have as many micro-batches as a pipeline of all their ranks.
-            known = microbatch_counts(batch_size, num_ranks * size, profile.graphs)
-            counts = known if count is None else [count]
+            counts = self._counts(batch_size, num_ranks * size, tensor)
             if not counts or counts[0] > batch_size:
                 continue
             yield SearchRequest.of(
@@ -160,6 +195,19 @@ class AxesRequest:
                 completion=Completion(updates=True),
                 **self.options,
             )
+
+    def _counts(self, batch_size: int, num_ranks: int, tensor: TensorAxis | None) -> list[int]:
+        """Return the numbers of micro-batches to try. The ranks of a layout must get equal parts of the rows."""
+        count, sizes = self.request.num_microbatches, list(self.profile.graphs)
+        parts = 1 if tensor is None else tensor.layout.length(tensor.layout.outer.rows)
+        if parts == 1:
+            return microbatch_counts(batch_size, num_ranks, sizes) if count is None else [count]
+        units = batch_size // parts
+        most, least = max(sizes) // parts, -(-min(sizes) // parts)
+        if batch_size % parts or most < least:
+            return []
+        counts = microbatch_counts(units, num_ranks, (least, most)) if count is None else [count]
+        return [known for known in counts if units % known == 0]
 
     def _divisions(self, total: int, links: Links | None) -> Iterator[tuple[int, Replication]]:
         """For each division of the ranks, yield the number of ranks per pipeline and the settings of the replicas.
@@ -186,8 +234,8 @@ class AxesRequest:
                     yield num_ranks, replace(made, consecutive="replicas")
 
 
-def check_tensor(axes: Any, tensor: Any, sequence_parallel: Any) -> None:
-    """Raise an error for wrong axes or tensor sizes, and for tensor sizes that contradict the axes.
+def check_tensor(axes: Any, tensor: Any, sequence_parallel: Any, tensor_layouts: Any = ("1d",)) -> None:
+    """Raise an error for wrong axes, tensor sizes or layouts, and for tensor sizes that contradict the axes.
 
     Raises PartitionError for wrong values, and InputError for a contradiction.
     """
@@ -211,6 +259,26 @@ def check_tensor(axes: Any, tensor: Any, sequence_parallel: Any) -> None:
         raise InputError(
             "sequence_parallel=True divides the sequence among the ranks that split each layer; no layer is split, "
             "because all tensor groups have 1 rank; pass tensor=(1, 2, 4, 8), or leave sequence_parallel= out"
+        )
+    _check_layouts(tensor_layouts, own)
+
+
+def _check_layouts(layouts: Any, own: int) -> None:
+    """Raise PartitionError for unknown layouts, and InputError for layouts if no layer is split."""
+    kinds = [layouts] if isinstance(layouts, str) else layouts
+    known = get_args(LayoutKind)
+    if not isinstance(kinds, list | tuple) or not kinds or not all(isinstance(kind, str) for kind in kinds):
+        kinds = ["?"]
+    if {*kinds} - {*known}:
+        raise PartitionError(
+            f"tensor_layouts= must have the layouts from which the search chooses, among "
+            f"{', '.join(map(repr, known))}; got {shown(layouts)}; for example, pass tensor_layouts=('1d', '3d')"
+        )
+    if own == 1 and {*kinds} != {"1d"}:
+        raise InputError(
+            f"tensor_layouts= has the layouts of the ranks that split each layer; got tensor_layouts={shown(layouts)}, "
+            f"but no layer is split, because all tensor groups have 1 rank; pass tensor=(1, 8, 64), or leave "
+            f"tensor_layouts= out"
         )
 
 
@@ -244,9 +312,7 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
         MemoryLimitError: if no candidate fits into memory.
 
     """
-    searches = list(request.searches())
-    if not searches:
-        raise _no_division(request)
+    searches = request.divisions()
     solved: dict[TensorAxis | None, dict[Any, Any]] = {}
     divisions: list[_Division] = []
     for number, search in enumerate(_largest_groups_first(searches)):
@@ -342,29 +408,37 @@ def _largest_groups_first(searches: Iterable[SearchRequest]) -> list[SearchReque
 
 
 def _shown(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Return the fastest plans, and the fastest with each number of ranks that split layers. The fastest comes first.
+    """Return the fastest plans, and the fastest with each kind of tensor groups. The fastest comes first.
 
     Args:
         found: the fastest plan of each division, the fastest first.
 
     """
-    fastest = {own.tensor_size: own for own in reversed(found)}
-    rest = [own for own in found if fastest[own.tensor_size] is not own]
+    fastest = {own.tensor: own for own in reversed(found)}
+    rest = [own for own in found if fastest[own.tensor] is not own]
     kept = [*fastest.values(), *rest[: max(0, _SHOWN - 1 - len(fastest))]]
     return sorted(kept, key=lambda own: own.step_s)
 
 
 def _no_division(request: AxesRequest) -> PartitionError:
     count = request.request.num_microbatches
+    shapes = ""
     asked = "" if count is None else f" with {counted(count, 'micro-batch')} in each replica"
     if max(request.tensor_sizes) > 1:
         asked += f", tensor groups of {', '.join(map(str, request.tensor_sizes))} ranks"
+    if {*request.layout_kinds} != {"1d"}:
+        asked += f" in {', '.join(request.layout_kinds)}"
+        shapes = (
+            "; ranks in two or three dimensions must form q x q, d x q x q with d <= q, or l x l x l, and divide the "
+            "rows of a micro-batch into q, d x q or l x l equal parts"
+        )
+    ranks, rows = counted(request.num_ranks, "rank"), counted(request.batch_size, "row")
     return PartitionError(
         f"the number of replicas must divide the batch, each pipeline needs at least one layer for each rank, and its "
-        f"micro-batches must have a measured size; no division of {counted(request.num_ranks, 'rank')} meets these "
-        f"conditions for {counted(request.batch_size, 'row')}{asked}, {counted(len(request.profile.layers), 'layer')} "
-        f"and measured sizes {', '.join(map(str, sorted(request.profile.graphs)))}; pass a different batch_size, "
-        f"num_ranks or num_microbatches, or measure more sizes"
+        f"micro-batches must have a measured size{shapes}; no division of {ranks} meets these conditions for "
+        f"{rows}{asked}, {counted(len(request.profile.layers), 'layer')} and measured sizes "
+        f"{', '.join(map(str, sorted(request.profile.graphs)))}; pass a different batch_size, num_ranks or "
+        f"num_microbatches, or measure more sizes"
     )
 
 

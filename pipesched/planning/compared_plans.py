@@ -13,6 +13,7 @@ _SHAPE = (
     "replicas",
     "zero",
     "tp",
+    "layout",
     "ranks",
     "chunks",
     "m",
@@ -34,6 +35,9 @@ def compared_plans(alternatives: Sequence[Alternative]) -> Table | None:
     if not alternatives:
         return None
     rows = [_alternative(other) for other in alternatives]
+    if any(other.tensor_layout for other in alternatives):
+        for row, other in zip(rows, alternatives, strict=True):
+            row["layout"] = Cell(other.tensor_layout or ("1d" if other.tensor_size else ""))
     alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
     alike = {name: text for name, text in alike.items() if text}
@@ -52,6 +56,7 @@ def _alternative(other: Alternative) -> _Row:
         "replicas": known_cell(other.num_replicas),
         "zero": known_cell(other.zero),
         "tp": known_cell(other.tensor_size),
+        "layout": Cell(other.tensor_layout),
         "ranks": count_cell(other.num_ranks),
         "chunks": count_cell(other.chunks_per_rank),
         "m": count_cell(other.num_microbatches),

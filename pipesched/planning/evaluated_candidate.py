@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
@@ -17,6 +17,7 @@ from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.tensor_axis import TensorAxis
+from pipesched.simulation.tensor_layout import LayoutKind
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_speed
 
@@ -89,6 +90,7 @@ class EvaluatedCandidate:
         own = self.replication or Replication()
         return (
             self.tensor_size,
+            0 if self.tensor is None else get_args(LayoutKind).index(self.tensor.layout.kind),
             chunks,
             own.zero,
             not own.gather_once,
@@ -121,6 +123,7 @@ class EvaluatedCandidate:
             num_replicas=None if self.replication is None else self.replication.num_replicas,
             zero=None if self.replication is None else self.replication.zero,
             tensor_size=None if self.tensor is None else self.tensor.size,
+            tensor_layout="" if self.tensor is None or self.tensor.is_flat else str(self.tensor.layout),
             note=note,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
-from pipesched.planning.axes_search import Axes, AxesRequest, TensorSizes, Zero, check_tensor, find_axes
+from pipesched.planning.axes_search import Axes, AxesRequest, TensorLayouts, TensorSizes, Zero, check_tensor, find_axes
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.proof import proved
@@ -50,6 +50,7 @@ class ProfileSearch:
     zero: Zero = "auto"
     tensor: TensorSizes = 1
     sequence_parallel: bool = False
+    tensor_layouts: TensorLayouts = ("1d",)
     #: Whether a step updates the weights even if the optimizer keeps no state.
     updates: bool = False
 
@@ -60,7 +61,7 @@ class ProfileSearch:
                 f"num_ranks must be a whole number, at least 1; got {shown(self.num_ranks)}; pass 1 or more"
             )
         check_effort(self.effort, self.axes, self.zero)
-        check_tensor(self.axes, self.tensor, self.sequence_parallel)
+        check_tensor(self.axes, self.tensor, self.sequence_parallel, self.tensor_layouts)
 
     @cached_property
     def search_request(self) -> SearchRequest:
@@ -95,6 +96,7 @@ class ProfileSearch:
             links=self.links,
             tensor=self.tensor,
             sequence_parallel=self.sequence_parallel,
+            tensor_layouts=self.tensor_layouts,
             options={"ranks_are": self.ranks_are, "offload": self.offload},
         )
 

@@ -5,7 +5,7 @@ from os import PathLike
 
 from pipesched.checks import check_type
 from pipesched.planning.adviser import advised
-from pipesched.planning.axes_search import Axes, TensorSizes, Zero
+from pipesched.planning.axes_search import Axes, TensorLayouts, TensorSizes, Zero
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -45,6 +45,7 @@ def tune_profile(
     zero: Zero = "auto",
     tensor: TensorSizes = 1,
     sequence_parallel: bool = False,
+    tensor_layouts: TensorLayouts = ("1d",),
     prove: bool = False,
     progress: bool = False,
 ) -> Plan:
@@ -90,6 +91,10 @@ def tune_profile(
             changes sums, so losses agree only within rounding. Default: 1 (layers are not split).
         sequence_parallel: whether the ranks that split a layer also divide the sequence in norms, dropouts, residual
             sums and messages between stages. Default: False.
+        tensor_layouts: the layouts from which the search chooses how these ranks divide matrices: "1d" (Shoeybi et al.
+            2019, arXiv:1909.08053), "2d" (Xu et al. 2021, arXiv:2104.05343), "2.5d" (Wang et al. 2021,
+            arXiv:2105.14500) and "3d" (Bian et al. 2021, arXiv:2105.14450), or several of them, such as
+            ``("1d", "3d")``. Default: ``("1d",)``.
         prove: let a solver prove a lower bound on the step time of the plan's stages; needs the extra ``solver``.
             Default: False.
         progress: show a progress bar, if tqdm is installed. Default: False.
@@ -131,6 +136,7 @@ def tune_profile(
         zero=zero,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
+        tensor_layouts=tensor_layouts,
         updates=optimizer is not None,
     )
     with progress_bar(progress) as told:

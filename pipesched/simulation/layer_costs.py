@@ -50,6 +50,7 @@ FIXED = (
     "update_s",
     *SPLIT_SHARES,
     *SPLIT_COUNTS,
+    "product_weight_bytes",
 )
 
 #: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a

@@ -309,7 +309,10 @@ def _completed(given: Row, taken_bytes: int, fresh: tuple[int, int], options: Ta
 
 
 def _split_defaults(known: Row) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that concern tensor groups, with defaults. The backward is like the forward."""
+    """Yield the attributes that concern tensor groups, with defaults.
+
+    The backward is like the forward, and the split parameters are the weights of the products, if there are any.
+    """
     forward = known.get("split_forward", 0)
     backward = known.get("split_backward", forward)
     yield "split_backward", backward
@@ -321,6 +324,12 @@ def _split_defaults(known: Row) -> Iterator[tuple[str, Any]]:
     yield "all_reduce_backward_bytes", other
     yield "all_reduces_forward", count
     yield "all_reduces_backward", max(1, count) if other else 0
+    counts = [
+        known.get(f"{which}_products", int(any(known.get(f"{which}_{of}_bytes") for of in ("input", "output"))))
+        for which in ("first", "second")
+    ]
+    yield from zip(("first_products", "second_products"), counts, strict=True)
+    yield "product_weight_bytes", round(known["parameter_bytes"] * known.get("split_parameters", forward)) * any(counts)
 
 
 # ---- from a graph to rows -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesched.checks import LARGEST, as_list, check_number, is_count, is_whole, shown
 from pipesched.errors import ScheduleError
-from pipesched.json_files import read_fields
+from pipesched.json_files import maybe, read_fields
 from pipesched.program.action_arrays import Ints
 
 __all__ = ["Algorithm", "Collectives", "Link", "Links", "check_speed", "check_times", "plain", "slowest_of"]
@@ -77,6 +77,11 @@ class Link:
         """Return the time in seconds of a message or, if the link describes a collective, of the collective."""
         return self.latency_s + num_bytes * self.byte_s
 
+    def faster(self, factor: float) -> "Link":
+        """Return a link that transfers every message ``factor`` times as fast."""
+        speed = None if self.bytes_per_s is None else self.bytes_per_s * factor
+        return replace(self, latency_s=self.latency_s / factor, bytes_per_s=speed)
+
 
 @dataclass(frozen=True)
 class Collectives:
@@ -87,6 +92,8 @@ class Collectives:
         all_reduce: the time of an all-reduce.
         reduce_scatter: the time of a reduce-scatter. n is the size of the whole tensor.
         all_gather: the time of an all-gather. n is the size of the gathered tensor.
+        broadcast: the time of a broadcast. Default: None, not measured.
+        reduce: the time of a sum that one rank receives. Default: None, not measured.
 
     """
 
@@ -94,6 +101,8 @@ class Collectives:
     all_reduce: Link
     reduce_scatter: Link
     all_gather: Link
+    broadcast: Link | None = None
+    reduce: Link | None = None
 
     def __post_init__(self) -> None:
         rule = "ranks of Collectives must list each participating rank once"
@@ -106,7 +115,16 @@ class Collectives:
         """Make collectives from the dict that ``asdict`` returned. Raises ScheduleError for invalid values."""
         link = Link.from_dict
         links: dict[str, Any] = {"all_reduce": link, "reduce_scatter": link, "all_gather": link}
-        return read_fields(cls, values, "collectives must have", **links)
+        return read_fields(cls, values, "collectives must have", **links, broadcast=maybe(link), reduce=maybe(link))
+
+    def faster(self, factor: float) -> "Collectives":
+        """Return collectives that are ``factor`` times as fast."""
+        links = {name: link.faster(factor) for name, link in vars(self).items() if isinstance(link, Link)}
+        return replace(self, **links)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain lists and numbers for JSON, without what was not measured."""
+        return {name: value for name, value in asdict(self).items() if value is not None} | {"ranks": list(self.ranks)}
 
 
 @dataclass(frozen=True)
@@ -129,7 +147,8 @@ class Links:
             computed from the links.
         algorithm: what collectives that were not measured take. Both algorithms send the same bytes. Of n ranks, each
             waits for n - 1 messages one after another in an all-gather or a reduce-scatter in a "ring", and for
-            log2(n), rounded up, in a "tree"; in an all-reduce for twice as many. Default: "ring".
+            log2(n), rounded up, in a "tree"; in an all-reduce for twice as many. A broadcast sends the whole tensor
+            in each round of a "tree", and piece by piece along a "ring". Default: "ring".
 
     Raises:
         ScheduleError: for invalid values.
@@ -194,25 +213,12 @@ class Links:
 
     def faster(self, factor: float) -> "Links":
         """Return links of which each transfers every message and collective ``factor`` times as fast."""
-
-        def own(link: Link) -> Link:
-            speed = None if link.bytes_per_s is None else link.bytes_per_s * factor
-            return replace(link, latency_s=link.latency_s / factor, bytes_per_s=speed)
-
         return replace(
             self,
-            inside=own(self.inside),
-            between=own(self.between),
-            special=tuple((ranks, own(link)) for ranks, link in self.special),
-            collectives=tuple(
-                replace(
-                    group,
-                    all_reduce=own(group.all_reduce),
-                    reduce_scatter=own(group.reduce_scatter),
-                    all_gather=own(group.all_gather),
-                )
-                for group in self.collectives
-            ),
+            inside=self.inside.faster(factor),
+            between=self.between.faster(factor),
+            special=tuple((ranks, link.faster(factor)) for ranks, link in self.special),
+            collectives=tuple(group.faster(factor) for group in self.collectives),
         )
 
     def link(self, sender: int, receiver: int) -> Link:
@@ -279,32 +285,72 @@ class Links:
         """Return the time of a reduce-scatter in seconds. ``num_bytes`` is the size of the whole tensor."""
         return self._collective_s("reduce_scatter", self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
+    def broadcast_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Return the time of a broadcast in seconds. The root may be any rank.
+
+        In a tree, each of log2(n) rounds, rounded up, sends the whole tensor. In a ring, the tensor goes from rank to
+        rank in small pieces, as in NCCL, so n - 1 latencies are added to the time of the whole tensor on one link.
+
+            >>> ring = Links(inside=Link(latency_s=20e-6, bytes_per_s=10e9))
+            >>> f"{ring.broadcast_s(50_000_000, range(4)):.5f}"
+            '0.00506'
+
+        Args:
+            num_bytes: the size of the tensor.
+            ranks: the ranks that take part, in the order of the ring. The slowest link determines the time.
+
+        """
+        ring, others = self._ring(num_bytes, ranks), len(ranks) - 1
+        latency_s = max(link.latency_s for link in ring)
+        sent_s = num_bytes * max(link.byte_s for link in ring)
+        sent_once_s = others * latency_s + min(others, 1) * sent_s
+        in_tree_s = others.bit_length() * (latency_s + sent_s)
+        own_s = in_tree_s if self.algorithm == "tree" else sent_once_s
+        return self._collective_s("broadcast", own_s, num_bytes, ranks)
+
+    def reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Return the time in seconds of a sum that one rank receives. The root may be any rank.
+
+        The root receives the tensors of the n - 1 other ranks in one round, and adds them in ascending order.
+
+            >>> f"{Links(inside=Link(latency_s=20e-6, bytes_per_s=10e9)).reduce_s(50_000_000, range(4)):.5f}"
+            '0.01502'
+
+        Args:
+            num_bytes: the size of the tensor of each rank.
+            ranks: the ranks that take part. The slowest link determines the time.
+
+        """
+        ring, others = self._ring(num_bytes, ranks), len(ranks) - 1
+        direct_s = max(min(others, 1) * link.latency_s + others * num_bytes * link.byte_s for link in ring)
+        return self._collective_s("reduce", direct_s, num_bytes, ranks)
+
     def _collective_s(self, kind: str, ring_s: float, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the measured time of a collective between these ranks; ``ring_s`` if it was not measured."""
-        measured = self._collectives.get(frozenset(ranks))
-        if measured is None:
-            return ring_s
-        link: Link = getattr(measured, kind)
-        return link.time_s(num_bytes)
+        link: Link | None = getattr(self._collectives.get(frozenset(ranks)), kind, None)
+        return ring_s if link is None else link.time_s(num_bytes)
 
     def _ring_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of d - 1 rounds in a ring of d ranks. In each round, every link carries 1/d of the bytes.
 
         A tree has fewer rounds, in which the slowest link of the ring carries as many bytes in all.
         """
-        check_number(num_bytes, "num_bytes")
-        count = len(ranks)
-        if len(set(ranks)) < count or not count:
-            raise ScheduleError(
-                f"a collective must have at least one rank, and no rank twice; got {shown(ranks)}; correct the ranks"
-            )
-        ring = [self.link(one, other) for one, other in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+        ring, count = self._ring(num_bytes, ranks), len(ranks)
         if self.algorithm == "tree":
             rounds = (count - 1).bit_length()
             sent = num_bytes * (count - 1) / count
             return rounds * max(link.latency_s for link in ring) + sent * max(link.byte_s for link in ring)
         slowest = max(link.latency_s + num_bytes * link.byte_s / count for link in ring)
         return (count - 1) * slowest
+
+    def _ring(self, num_bytes: float, ranks: Sequence[int]) -> list[Link]:
+        """Return the links of a ring. Raises ScheduleError for a size or for ranks that no collective can have."""
+        check_number(num_bytes, "num_bytes")
+        if len(set(ranks)) < len(ranks) or not ranks:
+            raise ScheduleError(
+                f"a collective must have at least one rank, and no rank twice; got {shown(ranks)}; correct the ranks"
+            )
+        return [self.link(one, other) for one, other in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
 
     @cached_property
     def _special(self) -> dict[tuple[int, int], Link]:
@@ -339,7 +385,7 @@ class Links:
         plain = asdict(self) | {
             "hosts": list(self.hosts),
             "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],
-            "collectives": [asdict(one) | {"ranks": list(one.ranks)} for one in self.collectives],
+            "collectives": [one.to_dict() for one in self.collectives],
         }
         unused = {"collectives": not self.collectives, "algorithm": self.algorithm == "ring"}
         return {name: value for name, value in plain.items() if not unused.get(name)}

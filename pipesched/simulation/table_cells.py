@@ -41,6 +41,7 @@ _TIMES = tuple(name for name in _FIGURES if name.endswith("_s"))
 _SIZES = (*(name for name in _FIGURES if name.endswith("_bytes")), *SPLIT_SIZES)
 _COUNTS = ("rows", "num_parameters", *SPLIT_COUNTS)
 _OTHERS = ("spread", *SPLIT_SHARES)
+_WEIGHTS = "product_weight_bytes"
 _SYNONYMS = {"layer": "name", "parameters": "num_parameters"}
 #: The columns that contain text.
 TEXTS = ("name", "inputs", "tied_to")
@@ -53,9 +54,10 @@ COLUMNS = tuple(
             *("rows", *REQUIRED, "inputs", "tied_to", "weight_grad_ms", "input_grad_ms", "num_parameters"),
             *("gradient_bytes", "optimizer_bytes"),
             *(f"{name.removesuffix('_s')}_ms" for name in _TIMES),
-            *_SIZES,
+            *(name for name in _SIZES if name != _WEIGHTS),
             *_OTHERS,
             *SPLIT_COUNTS,
+            _WEIGHTS,
         )
     )
 )

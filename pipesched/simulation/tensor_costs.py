@@ -4,6 +4,11 @@ A profile says which shares of a layer can be split (`pipesched.simulation.tenso
 and sizes is computed from the shares, and the times of collectives from the links inside the group. The result is a
 profile again, whose layers have the costs of one rank; so partitions, schedules and memory are computed as for whole
 layers.
+
+In a layout of two or three dimensions, all ranks together divide everything that a split layer does and holds: products
+and attention, norms and residual sums, activations and outputs. They also divide the weights, except that in 2.5d only
+the q x q ranks of a plane do. Weights that are not split, such as those of norms, are divided like the columns of the
+activations.
 """
 
 from collections.abc import Mapping
@@ -15,13 +20,14 @@ import networkx as nx
 
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import carried
+from pipesched.simulation.layout_traffic import LayoutTraffic
 from pipesched.simulation.links import Links, slowest_of
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.size_fit import SizeFit
 from pipesched.simulation.tensor_axis import TensorAxis
 from pipesched.simulation.tensor_split import SPLIT_COUNTS, SPLIT_SHARES, SPLIT_SIZES, TensorShares, TensorTraffic
 
-__all__ = ["TensorCosts", "can_be_split", "shares_of", "without_collectives"]
+__all__ = ["TensorCosts", "can_be_split", "shares_of", "without_collectives", "without_products"]
 
 #: What is divided like the parameters, like the activations, and like the input and the output.
 _LIKE_PARAMETERS = (
@@ -31,6 +37,15 @@ _LIKE_PARAMETERS = (
 _LIKE_ACTIVATIONS = ("activation_bytes", "weight_grad_bytes", "dear_bytes", "left_grad_bytes")
 _LIKE_OUTPUT = (
     *("input_bytes", "output_bytes", "kept_input_bytes", "kept_output_bytes", "dear_output_bytes", "left_input_bytes"),
+)
+_LIKE_LOSS = ("loss_kept_bytes", "loss_kept_input_bytes", "loss_forward_bytes", "loss_backward_bytes")
+#: Peaks, and the sizes that are parts of them.
+_PEAKS = (
+    ("forward_transient_bytes", None),
+    ("backward_transient_bytes", None),
+    ("weight_grad_transient_bytes", None),
+    ("first_backward_transient_bytes", "gradient_bytes"),
+    ("input_grad_transient_bytes", "weight_grad_bytes"),
 )
 #: Sizes that are parts of other sizes, and may not exceed them.
 _PARTS = {
@@ -50,6 +65,17 @@ def shares_of(node: Mapping[str, Any]) -> TensorShares:
 def can_be_split(profile: Profile) -> bool:
     """Return whether the ranks of a tensor group can divide any layer of a profile."""
     return any(shares_of(node) for node in profile.graphs[min(profile.graphs)].nodes.values())
+
+
+def without_products(profile: Profile) -> list[str]:
+    """Return the split layers of which a profile does not have the sizes of the products, but those of all-reduces."""
+    nodes = profile.graphs[min(profile.graphs)].nodes(data=True)
+    split = {name: shares_of(node) for name, node in nodes}
+    return [
+        name
+        for name, own in split.items()
+        if own.all_reduce_forward_bytes + own.all_reduce_backward_bytes and not own.num_products
+    ]
 
 
 class TensorCosts:
@@ -73,6 +99,7 @@ class TensorCosts:
         self._planes = [range(place, num_ranks, size) for place in range(size)]
         #: The links inside the groups, without repetitions.
         self._inside = [] if links is None else list(dict.fromkeys(map(links.among, groups)))
+        self._blocks = LayoutTraffic(axis.layout, self._inside)
         self._all_reduce_s = cache(lambda num_bytes: self._slowest_s("all_reduce_s", num_bytes))
         self._all_gather_s = cache(lambda num_bytes: self._slowest_s("all_gather_s", num_bytes))
         self._reduce_scatter_s = cache(lambda num_bytes: self._slowest_s("reduce_scatter_s", num_bytes))
@@ -94,8 +121,10 @@ class TensorCosts:
         In a group of T ranks, a rank sends 2(T-1)/T of the bytes of an all-reduce. With ``sequence_parallel``, an
         all-gather before the split part and a reduce-scatter after it take the place of an all-reduce. A rank sends
         (T-1)/T of the bytes in each of them. The weight gradients then need the whole input again, so each all-gather
-        of a forward is repeated for W.
+        of a forward is repeated for W. Layouts of two and three dimensions exchange blocks of the products' matrices.
         """
+        if not self._axis.is_flat:
+            return self._blocks.of(shares)
         forward = self._sums(shares.all_reduces_forward, shares.all_reduce_forward_bytes)
         backward = self._sums(shares.all_reduces_backward, shares.all_reduce_backward_bytes)
         again = 0.0, 0
@@ -152,25 +181,31 @@ class TensorCosts:
     def _parameters(self, graph: "nx.DiGraph[str]", shares: Mapping[str, TensorShares]) -> dict[str, tuple[int, int]]:
         """Return the number and the bytes of the elements of each parameter that a rank has.
 
-        Of the layers that share a parameter, the one that splits the smallest share of its parameters counts.
+        Of the layers that share a parameter, the one of which a rank has the largest part counts.
         """
-        least: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for name, parameters in graph.nodes(data="parameters"):
             for parameter in parameters:
-                least[parameter] = min(least.get(parameter, 1.0), shares[name].split_parameters)
+                part = self._weights_part(shares[name].split_parameters) if shares[name] else 1.0
+                largest[parameter] = max(largest.get(parameter, 0.0), part)
         return {
-            name: (_whole(self._part(count, least.get(name, 0.0))), _whole(self._part(size, least.get(name, 0.0))))
+            name: (_whole(count * largest.get(name, 1.0)), _whole(size * largest.get(name, 1.0)))
             for name, (count, size) in graph.graph["parameters"].items()
         }
 
     @property
     def _rest(self) -> int:
         """The number of ranks among which everything that is not split is divided."""
-        return self._axis.size if self._axis.sequence_parallel else 1
+        return self._axis.size if self._axis.sequence_parallel or not self._axis.is_flat else 1
 
     def _part(self, value: float, share: float, rest: int = 1) -> float:
         """Return a rank's part of a value of which a share is split, and the rest divided by ``rest``."""
         return value * (share / self._axis.size + (1 - share) / rest)
+
+    def _weights_part(self, share: float) -> float:
+        """Return a rank's part of the weights of a layer of which a share is split."""
+        layout = self._axis.layout
+        return share / self._blocks.num_weights + (1 - share) / layout.length(layout.outer.columns)
 
     def _layer(self, node: Mapping[str, Any], shares: TensorShares) -> dict[str, Any]:
         """Return the costs of a split layer."""
@@ -184,28 +219,39 @@ class TensorCosts:
             ("weight_grad_s", shares.split_weight_grad, traffic.weight_grad_s),
         ):
             own[name] = self._part(node[name], share, self._rest) + seconds
-        for names, share, rest in (
-            (_LIKE_PARAMETERS, shares.split_parameters, 1),
-            (_LIKE_ACTIVATIONS, shares.split_activations, self._rest),
-            (_LIKE_OUTPUT, 0.0, self._rest),
+        for names, part in (
+            (_LIKE_PARAMETERS, self._weights_part(shares.split_parameters)),
+            (_LIKE_ACTIVATIONS, self._part(1, shares.split_activations, self._rest)),
+            (_LIKE_OUTPUT, 1 / self._rest),
+            (_LIKE_LOSS, 1 if self._axis.is_flat else 1 / self._rest),
         ):
             for name in filter(node.__contains__, names):
-                divided = self._part(node[name], share, rest)
-                own[name] = _whole(divided) if isinstance(node[name], int) else divided
+                own[name] = _whole(node[name] * part) if isinstance(node[name], int) else node[name] * part
         for name, whole in _PARTS.items():
             if name in own:
                 own[name] = min(own[name], own.get(whole, 0))
-        for name, included in (
-            ("first_backward_transient_bytes", "gradient_bytes"),
-            ("input_grad_transient_bytes", "weight_grad_bytes"),
-        ):
-            if name in node and included in node:
-                own[name] = max(own[included], node[name] - node[included] + own[included])
+        for name, included in _PEAKS:
+            if name in node and (included is None or included in node):
+                own[name] = self._peak(node, own, name, included, shares)
         before_s = node["forward_s"] + node["backward_s"]
         for name in ("waiting_s", "crowded_s"):
             if node.get(name) and before_s:
                 own[name] = node[name] * (own["forward_s"] + own["backward_s"]) / before_s
         return own | {f"tensor_{name}": value for name, value in vars(traffic).items()}
+
+    def _peak(
+        self, node: Mapping[str, Any], own: Mapping[str, Any], name: str, included: str | None, shares: TensorShares
+    ) -> int:
+        """Return a rank's part of a peak. A size that it includes has been divided before.
+
+        In one dimension, the rank holds the rest in whole. In the others, it holds as many blocks of each matrix as it
+        gathers at a time, and the weights of the layer count as one matrix.
+        """
+        part: int = own.get(included, 0) if included else 0
+        rest: int = node[name] - (node[included] if included else 0)
+        if not self._axis.is_flat and rest > 0:
+            rest = _whole(self._blocks.num_held * (rest / self._axis.size + self._blocks.weight_bytes(shares)))
+        return max(part, rest + part)
 
 
 def without_collectives(costs: Costs) -> Costs:

@@ -302,8 +302,19 @@ class TensorLayout:
             second: whether the layer is the second of a pair.
 
         """
+        return self.exchanges_of(rows * inputs, inputs * outputs, rows * outputs, second=second)
+
+    def exchanges_of(self, x: float, weight: float, y: float, *, second: bool) -> dict[str, list[Exchange]]:
+        """Return the collectives of a linear layer, as `exchanges` does.
+
+        Args:
+            x: the size of X, such as MK elements. The exchanges have the unit of these sizes.
+            weight: the size of W.
+            y: the size of Y.
+            second: whether the layer is the second of a pair.
+
+        """
         blocks = self.linear(second=second)
-        x, weight, y = rows * inputs, inputs * outputs, rows * outputs
         if blocks.panels:
             return self._panels(blocks, x, weight)
         found: dict[str, list[Exchange]] = {"F": [], "I": [], "W": []}

@@ -3,6 +3,10 @@
 The ranks of a tensor group split each layer (Shoeybi et al. 2019, arXiv:1909.08053): matrix products, attention heads
 and the vocabulary are divided, and norms, dropouts and residual sums are computed by each rank in whole. A block of a
 transformer sums two tensors over the group in its forward, and two in its backward.
+
+In a layout in two or three dimensions (`pipesched.simulation.tensor_layout`), the ranks exchange blocks of X, W and Y
+of each product Y = X W instead. What they send is proportional to the sizes of these matrices, so a layer has their
+sums.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -17,10 +21,11 @@ __all__ = ["SPLIT_COUNTS", "SPLIT_SHARES", "SPLIT_SIZES", "TRAFFIC", "TensorShar
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShares:
-    """The shares of a layer that the ranks of a tensor group divide, and the bytes that they all-reduce.
+    """The shares of a layer that the ranks of a tensor group divide, and the sizes of what they exchange.
 
     A share is a number from 0 (every rank does all of it) to 1 (divided evenly). Profiles and tables of layers have
-    these values under the same names.
+    these values under the same names. The sums over products are for layouts in two and three dimensions. Linear layers
+    form pairs, such as h -> 4h -> h; "first" and "second" are the products of the first and the second of each pair.
     """
 
     #: The share of the forward's time.
@@ -41,10 +46,29 @@ class TensorShares:
     all_reduces_forward: int = 0
     #: The number of all-reduces in a backward.
     all_reduces_backward: int = 0
+    #: The size of the inputs X of all first products.
+    first_input_bytes: int = 0
+    #: The size of the outputs Y of all first products.
+    first_output_bytes: int = 0
+    #: The size of the inputs of all second products.
+    second_input_bytes: int = 0
+    #: The size of the outputs of all second products.
+    second_output_bytes: int = 0
+    #: The size of the weights W of all products.
+    product_weight_bytes: int = 0
+    #: The number of first products.
+    first_products: int = 0
+    #: The number of second products.
+    second_products: int = 0
 
     def __bool__(self) -> bool:
         """Whether the ranks of a tensor group divide any part of the layer."""
         return any(vars(self).values())
+
+    @property
+    def num_products(self) -> int:
+        """The number of products of split linear layers."""
+        return self.first_products + self.second_products
 
     def split_input_grad(self, backward_s: float, weight_grad_s: float) -> float:
         """Return the share of the input gradients' time: what the backward divides besides the weight gradients."""
@@ -56,8 +80,8 @@ class TensorShares:
 
 #: The names of the shares, of the sizes and of the counts in `TensorShares`.
 SPLIT_SHARES = tuple(item.name for item in fields(TensorShares) if item.name.startswith("split_"))
-SPLIT_SIZES = ("all_reduce_forward_bytes", "all_reduce_backward_bytes")
-SPLIT_COUNTS = ("all_reduces_forward", "all_reduces_backward")
+SPLIT_SIZES = tuple(item.name for item in fields(TensorShares) if item.name.endswith("_bytes"))
+SPLIT_COUNTS = ("all_reduces_forward", "all_reduces_backward", "first_products", "second_products")
 
 
 @dataclass(frozen=True, kw_only=True)

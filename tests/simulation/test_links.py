@@ -118,6 +118,45 @@ def test_measured_collectives_come_before_the_ring():
             replace(measured, ranks=ranks)
 
 
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
+def test_a_broadcast_goes_through_a_tree_or_piece_by_piece_along_a_ring(ranks, rounds):
+    """A tree sends 100 bytes in each round (0.5 s and 10 s); a pipelined ring sends them once."""
+    link = Link(0.5, 10.0)
+    assert Links(inside=link, algorithm="tree").broadcast_s(100, range(ranks)) == rounds * 10.5
+    assert Links(inside=link).broadcast_s(100, range(ranks)) == (ranks - 1) * 0.5 + (10 if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_the_root_of_a_sum_receives_the_tensors_of_all_others_in_one_round(algorithm):
+    links = Links(inside=Link(0.5, 10.0), algorithm=algorithm)
+    assert [links.reduce_s(100, range(ranks)) for ranks in (1, 2, 4)] == [0, 10.5, 30.5]
+
+
+def test_the_slowest_link_determines_broadcasts_and_sums():
+    links = Links.of_hosts(2, 4, inside=Link(0.5, None), between=Link(1, 100))
+    assert links.broadcast_s(100, (0, 1)) == 0.5
+    assert links.broadcast_s(100, (0, 1, 2)) == 2 + 1
+    assert links.reduce_s(100, (0, 2)) == 2
+    for method in (links.broadcast_s, links.reduce_s):
+        with pytest.raises(ScheduleError, match="no rank twice; got"):
+            method(1, (0, 0))
+        with pytest.raises(ScheduleError, match="num_bytes"):
+            method(-1, (0, 1))
+
+
+def test_measured_broadcasts_and_sums_come_before_the_links():
+    slow, fast = Link(1.0, 10.0), Link(0.5, None)
+    measured = Collectives((0, 1), slow, slow, slow, broadcast=fast, reduce=slow)
+    links = Links(inside=Link(1e-3, 1e6), collectives=(measured, Collectives((0, 2), slow, slow, slow)))
+    assert (links.broadcast_s(20, (1, 0)), links.reduce_s(20, (0, 1))) == (0.5, 3)
+    assert links.broadcast_s(20, (0, 2)) == Links(inside=Link(1e-3, 1e6)).broadcast_s(20, (0, 2))
+    assert links.faster(2).broadcast_s(20, (0, 1)) == 0.25
+    assert links.faster(2).reduce_s(20, (0, 2)) == links.reduce_s(20, (0, 2)) / 2
+    saved = json.loads(json.dumps(links.to_dict()))
+    assert Links.from_dict(saved) == links
+    assert [{*one} & {"broadcast", "reduce"} for one in saved["collectives"]] == [{"broadcast", "reduce"}, set()]
+
+
 def test_links_come_back_from_json():
     links = Links.of_hosts(2, 4, inside=Link(1, 8), between=Link(2), special={(0, 3): Link(7)}, contended=True)
     assert Links.from_dict(json.loads(json.dumps(links.to_dict()))) == links

@@ -1,0 +1,103 @@
+"""Layout traffic: the time and the bytes of a tensor group's collectives in a layout of two or three dimensions.
+
+The ranks exchange blocks of X, W and Y along the axes of the layout (`pipesched.simulation.tensor_layout`). The ranks
+that differ only along an axis have links of their own: along the last axis, they have consecutive numbers, so they
+often share a host. The slowest of these groups determines the time.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from pipesched.simulation.links import Links
+from pipesched.simulation.tensor_layout import Exchange, TensorLayout
+from pipesched.simulation.tensor_split import TensorShares, TensorTraffic
+
+__all__ = ["LayoutTraffic"]
+
+#: The methods of `Links` with the times of the kinds of an `Exchange`.
+_TIMES = {
+    "all-reduce": "all_reduce_s",
+    "all-gather": "all_gather_s",
+    "reduce-scatter": "reduce_scatter_s",
+    "broadcast": "broadcast_s",
+    "reduce": "reduce_s",
+}
+
+
+class LayoutTraffic:
+    """Computes the collectives of split layers.
+
+    The exchanges of norms (two numbers for each row) are not counted.
+
+    Args:
+        layout: how the ranks of a group divide matrices.
+        groups: the links inside each tensor group, whose ranks are numbered from 0.
+
+    """
+
+    def __init__(self, layout: TensorLayout, groups: Sequence[Links]) -> None:
+        self._layout = layout
+        self._groups = groups
+        self._seconds = cache(self._slowest_s)
+        self._lines = cache(self._links_along)
+
+    def of(self, shares: TensorShares) -> TensorTraffic:
+        """Return the collectives of a layer for one micro-batch.
+
+        The time and the bytes of an exchange are linear in its size, so those of the mean product, times the number of
+        products, are exact.
+        """
+        seconds = dict.fromkeys("FIW", 0.0)
+        received = dict.fromkeys("FIW", 0.0)
+        for action, count, exchange in self._exchanges(shares):
+            seconds[action] += count * exchange.times * self._seconds(exchange.kind, exchange.axes, exchange.elements)
+            received[action] += count * exchange.received
+        return TensorTraffic(
+            forward_s=seconds["F"],
+            input_grad_s=seconds["I"],
+            weight_grad_s=seconds["W"],
+            forward_bytes=round(received["F"]),
+            input_grad_bytes=round(received["I"]),
+            weight_grad_bytes=round(received["W"]),
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """The number of ranks among which the weights are divided."""
+        weight = self._layout.linear(second=False).weight
+        return self._layout.length((*weight.rows, *weight.columns))
+
+    @property
+    def num_held(self) -> int:
+        """The number of blocks of a matrix that a rank holds while it multiplies: its own, and those it receives."""
+        blocks = self._layout.linear(second=False)
+        if blocks.panels:
+            return 2
+        return 1 if blocks.gathered_weight is None else self._layout.length([blocks.gathered_weight])
+
+    def weight_bytes(self, shares: TensorShares) -> float:
+        """Return the size of the blocks of all weights of a layer on one rank."""
+        return shares.product_weight_bytes / self.num_weights
+
+    def _exchanges(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
+        """Yield the action, the number of products and the exchange, in bytes, for the mean first and second product.
+
+        W is exchanged along the same axis in both, so all products may have the mean weight.
+        """
+        for second, count, x, y in (
+            (False, shares.first_products, shares.first_input_bytes, shares.first_output_bytes),
+            (True, shares.second_products, shares.second_input_bytes, shares.second_output_bytes),
+        ):
+            if count:
+                weight = shares.product_weight_bytes / shares.num_products
+                for action, found in self._layout.exchanges_of(x / count, weight, y / count, second=second).items():
+                    yield from ((action, count, exchange) for exchange in found)
+
+    def _slowest_s(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
+        ranks = range(self._layout.length(axes))
+        return max((float(getattr(links, _TIMES[kind])(num_bytes, ranks)) for links in self._lines(axes)), default=0.0)
+
+    def _links_along(self, axes: tuple[str, ...]) -> list[Links]:
+        """Return the links between the ranks that differ only along these axes, without repetitions."""
+        lines = dict.fromkeys(tuple(self._layout.peers(rank, axes)) for rank in range(self._layout.size))
+        return list(dict.fromkeys(links.among(line) for links in self._groups for line in lines))
