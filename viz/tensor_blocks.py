@@ -67,7 +67,7 @@ class BlockedLayer:
 def plot_tensor_blocks(layers: Sequence[BlockedLayer]) -> "Figure":
     """Draw which rank of a tensor group holds which block of the input X, the weight W and the output Y of each layer.
 
-    A block has the colour of its rank. A matrix that all ranks hold is grey.
+    A block has the colour of its rank, or of the first of the ranks that hold it. A matrix that all ranks hold is grey.
 
         pipesched.viz.plot_tensor_blocks(blocked_layers(model, styles, 4, x)).savefig("blocks.png")
 
@@ -129,17 +129,26 @@ def _draw_tensor(ax: "Axes", tensor: BlockedTensor, corner: tuple[float, float],
     if tensor.is_whole:
         ax.add_patch(Box(corner, width, height, fc=towards_white(GREY, 0.7), ec="white", linewidth=0.8))
     else:
-        for rank, rectangles in enumerate(tensor.held):
-            for first, end, start, stop in rectangles:
-                place = left + start / columns * width, top + first / rows * height
-                wide, high = (stop - start) / columns * width, (end - first) / rows * height
-                ax.add_patch(Box(place, wide, high, fc=_colour(rank), ec="white", linewidth=0.8))
-                if min(wide, high) > 0.12:
-                    middle = place[0] + wide / 2, place[1] + high / 2
-                    ax.text(*middle, str(rank), fontsize=6, color=INK, ha="center", va="center")
+        for (first, end, start, stop), ranks in _holders(tensor).items():
+            place = left + start / columns * width, top + first / rows * height
+            wide, high = (stop - start) / columns * width, (end - first) / rows * height
+            ax.add_patch(Box(place, wide, high, fc=_colour(ranks[0]), ec="white", linewidth=0.8))
+            label = ", ".join(map(str, ranks))
+            if min(wide / len(label), high) > 0.05:
+                middle = place[0] + wide / 2, place[1] + high / 2
+                ax.text(*middle, label, fontsize=6, color=INK, ha="center", va="center")
     ax.add_patch(Box(corner, width, height, fc="none", ec=INK, linewidth=0.8))
     label = f"{tensor.name} {rows} x {columns}"
     ax.text(left + width / 2, top - 0.04, label, fontsize=7, color=INK, ha="center", va="bottom")
+
+
+def _holders(tensor: BlockedTensor) -> dict[Rectangle, list[int]]:
+    """Return the ranks that hold each rectangle."""
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangles in enumerate(tensor.held):
+        for rectangle in rectangles:
+            holders.setdefault(rectangle, []).append(rank)
+    return holders
 
 
 def _inches(tensor: BlockedTensor, per_inch: float) -> tuple[float, float]:

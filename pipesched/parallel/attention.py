@@ -64,10 +64,15 @@ class HeadsAttention(nn.Module):
             weights = self._of_all_heads(weights, average_attn_weights)
         else:
             output = functional.scaled_dot_product_attention(queries, keys, values, mask, rate, causal)
-        output = self.out_proj(output.permute(2, 0, 1, 3).flatten(2), 0)  # (length, batch, width), as torch lays it out
+        output = self._joined(output)
         if not batched:
             return output.squeeze(1), None if weights is None else weights.squeeze(0)
         return output.transpose(0, 1) if self.batch_first else output, weights
+
+    def _joined(self, output: Tensor) -> Tensor:
+        """Return (length, batch, width), as torch lays it out, from (batch, heads, length, head size)."""
+        joined: Tensor = self.out_proj(output.permute(2, 0, 1, 3).flatten(2), 0)
+        return joined
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         held = held_by(self)

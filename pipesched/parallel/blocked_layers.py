@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from pipesched.parallel.layer_styles import linear_kind
 from pipesched.parallel.styles import split_model, styles_of
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
-from pipesched.parallel.weight_split import WeightSplit
+from pipesched.parallel.weight_split import Split
+from pipesched.simulation.tensor_layout import Axis, BlockAxes, TensorLayout
 from pipesched.units import quote_bytes
 from pipesched.viz.tensor_blocks import BlockedLayer, BlockedTensor, Rectangle
 
-__all__ = ["blocked_layers"]
+__all__ = ["blocked_layers", "layout_blocks"]
 
 _Run = tuple[int, int]  # (first, end)
 
@@ -58,6 +59,46 @@ def blocked_layers(model: nn.Module, wanted: Any, size: int, *inputs: Tensor) ->
     ]
 
 
+def layout_blocks(layout: TensorLayout, rows: int, width: int, hidden: int) -> list[BlockedLayer]:
+    """Return the blocks of a pair of linear layers, width -> hidden -> width, in a layout.
+
+    Args:
+        layout: the layout, such as ``TensorLayout.of("3d", 8)``.
+        rows: the rows of all sequences together.
+        width: the inputs of the first layer, and the outputs of the second.
+        hidden: the outputs of the first layer.
+
+    """
+    return [
+        _of_layout(layout, second, (rows, *sizes)) for second, sizes in enumerate([(width, hidden), (hidden, width)])
+    ]
+
+
+def _of_layout(layout: TensorLayout, second: int, sizes: tuple[int, int, int]) -> BlockedLayer:
+    rows, inputs, outputs = sizes
+    blocks = layout.linear(second=bool(second))
+    exchanges = layout.exchanges(*sizes, second=bool(second))["F"]
+    each = ", ".join(f"{one.received:,.0f} by {one.kind} ({one.axes[0]})" for one in exchanges)
+    text = f"a rank receives {each}" if exchanges else ""
+    tensors = (
+        _blocked("X", (rows, inputs), blocks.x, layout),
+        _blocked("W", (inputs, outputs), blocks.weight, layout),
+        _blocked("Y", (rows, outputs), blocks.y, layout),
+    )
+    return BlockedLayer("second" if second else "first", str(layout), tensors, text)
+
+
+def _blocked(name: str, shape: tuple[int, int], blocks: BlockAxes, layout: TensorLayout) -> BlockedTensor:
+    def run(rank: int, length: int, axes: Sequence[Axis]) -> _Run:
+        place, parts = layout.place(rank, axes), layout.length(axes)
+        return place * length // parts, (place + 1) * length // parts
+
+    held = tuple(
+        ((*run(rank, shape[0], blocks.rows), *run(rank, shape[1], blocks.columns)),) for rank in range(layout.size)
+    )
+    return BlockedTensor(name, shape, held)
+
+
 def _calls(model: nn.Module, names: Sequence[str], group: TensorGroup, inputs: Sequence[Tensor]) -> dict[str, _Call]:
     """Run the model, and return the first call of each layer."""
     found: dict[str, _Call] = {}
@@ -83,9 +124,7 @@ def _calls(model: nn.Module, names: Sequence[str], group: TensorGroup, inputs: S
     return found
 
 
-def _layer(
-    name: str, style: str, module: nn.Module, split: WeightSplit, group: TensorGroup, call: _Call
-) -> BlockedLayer:
+def _layer(name: str, style: str, module: nn.Module, split: Split, group: TensorGroup, call: _Call) -> BlockedLayer:
     weight: Any = module.weight
     rows, columns = weight.shape
     numbered = torch.arange(rows * columns).view(rows, columns)

@@ -25,6 +25,7 @@ from pipesched.parallel.tensor_group import TensorGroup
 
 __all__ = [
     "copy_to",
+    "exchanged",
     "gather_from",
     "gather_sequence",
     "reduce_from",
@@ -100,12 +101,12 @@ def summed_weights(group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
 
 def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum of a tensor over all ranks."""
-    return _exchanged(x, group, group.all_reduce, _unchanged)
+    return exchanged(x, group, group.all_reduce, _unchanged)
 
 
 def gather_from(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     """Return the whole of a divided tensor. All ranks use it in the same way, so its gradient is whole on each rank."""
-    return _exchanged(x, group, lambda own: group.all_gather(own, dim), lambda grad: group.own(grad, dim).contiguous())
+    return exchanged(x, group, lambda own: group.all_gather(own, dim), lambda grad: group.own(grad, dim).contiguous())
 
 
 def scatter_to(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
@@ -113,12 +114,12 @@ def scatter_to(x: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
 
     Raises InputError if the dimension is not divided evenly.
     """
-    return _exchanged(x, group, lambda whole: group.own(whole, dim).clone(), lambda grad: group.all_gather(grad, dim))
+    return exchanged(x, group, lambda whole: group.own(whole, dim).clone(), lambda grad: group.all_gather(grad, dim))
 
 
 def gather_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Return all positions of sequences that are divided, for the blocks of a layer."""
-    return _exchanged(x, group, lambda own: group.all_gather(own, dim), lambda grad: group.reduce_scatter(grad, dim))
+    return exchanged(x, group, lambda own: group.all_gather(own, dim), lambda grad: group.reduce_scatter(grad, dim))
 
 
 def scatter_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -126,14 +127,15 @@ def scatter_sequence(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
     Raises InputError if the number of positions is not divided evenly.
     """
-    return _exchanged(x, group, lambda part: group.reduce_scatter(part, dim), lambda grad: group.all_gather(grad, dim))
+    return exchanged(x, group, lambda part: group.reduce_scatter(part, dim), lambda grad: group.all_gather(grad, dim))
 
 
 def _unchanged(grad: Tensor) -> Tensor:
     return grad
 
 
-def _exchanged(x: Tensor, group: TensorGroup, there: _Exchange, back: _Exchange) -> Tensor:
+def exchanged(x: Tensor, group: TensorGroup, there: _Exchange, back: _Exchange) -> Tensor:
+    """Return what ``there`` makes of a tensor. ``back`` makes its gradient of that of the output."""
     if group.size == 1:
         return x
     output: Tensor = _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call]

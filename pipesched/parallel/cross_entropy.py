@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
-from pipesched.parallel.collective_functions import reduce_from
+from pipesched.parallel.axis_groups import AxisGroups
+from pipesched.parallel.collective_functions import gather_from, reduce_from
 from pipesched.parallel.embedding import own_places
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 
@@ -108,6 +109,9 @@ def vocabulary_cross_entropy(
             f"targets of a loss over a divided vocabulary must be class numbers; got {target.dtype} of shape "
             f"{list(target.shape)}; gather the logits (style 'column-gathered') for targets that are probabilities"
         )
+    grid = group.grid
+    if isinstance(grid, AxisGroups):
+        return _of_blocks(input, target, grid, ignore_index, reduction, label_smoothing)
     single = input.dim() == 1
     logits = input.unsqueeze(0) if single else input.movedim(1, -1).flatten(0, -2)
     if torch.is_autocast_enabled(logits.device.type) or logits.dtype in (torch.float16, torch.bfloat16):
@@ -125,6 +129,27 @@ def vocabulary_cross_entropy(
         return each
     total: Tensor = losses.sum()
     return total if reduction == "sum" else total / counted.sum()
+
+
+def _of_blocks(
+    input: Tensor, target: Tensor, grid: AxisGroups, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor:
+    """Return the cross entropy of this rank's rows and classes of logits, with the targets of all rows."""
+    inner = grid.blocks(ActivationLayout.INNER)
+    rows = grid.over(inner.rows)
+    own = vocabulary_cross_entropy(
+        input,
+        rows.own(target, 0),
+        grid.over(inner.columns),
+        ignore_index=ignore_index,
+        reduction="none" if reduction == "none" else "sum",
+        label_smoothing=label_smoothing,
+    )
+    grid.group.layout = ActivationLayout.WHOLE
+    if reduction == "none":
+        return gather_from(own, rows, 0)
+    total = reduce_from(own, rows)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
 def cross_entropy_of_rows(

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator, Mapping
 from torch import nn
 
 from pipesched.errors import InputError
+from pipesched.parallel.grid_styles import GridStyle
 from pipesched.parallel.layer_styles import (
     Attention,
     Block,
@@ -61,7 +62,7 @@ def watch_whole_weights(
     parameters that are divided.
     """
     by_sequence = any(isinstance(style, SequencePart) or getattr(style, "sequence", False) for style in styles.values())
-    regions = [""] if by_sequence else divided_regions(model, styles)
+    regions = [""] if by_sequence or group.grid is not None else divided_regions(model, styles)
     for name, module in _within(model, regions):
         every = [each for each, _ in module.named_parameters(prefix=name, recurse=False)]
         own = [each for each in every if each not in styles and each not in divided]
@@ -77,7 +78,7 @@ def watch_whole_weights(
             become(module, WholeWeights, group, {}, name=name)
 
 
-_KNOW_THEIR_WEIGHTS = (Attention, Column, DividedVocabulary, Row, SequencePart, SummedWeights, Whole)
+_KNOW_THEIR_WEIGHTS = (GridStyle, Attention, Column, DividedVocabulary, Row, SequencePart, SummedWeights, Whole)
 
 
 def _within(model: nn.Module, regions: list[str]) -> Iterator[tuple[str, nn.Module]]:

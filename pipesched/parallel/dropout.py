@@ -5,7 +5,7 @@ layer with rows, each rank holds its own heads or hidden units. There, each rank
 takes its block. The same holds for positions with sequence parallelism.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipesched.errors import ExecutionError
-from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
+from pipesched.parallel.tensor_group import ActivationLayout, Division, TensorGroup
 from pipesched.tensors.keyed_random import Key, KeyedRandom, draws
 
 __all__ = ["DividedRandom"]
@@ -56,26 +56,23 @@ class DividedRandom(KeyedRandom):
         layout = self._layout()
         if layout is ActivationLayout.WHOLE:
             return super()._drop(input, p, training, inplace)
-        whole = self._whole(input, self._dim(layout, input))
-        mask = self._own_mask(whole, p, self._generator(input.device), self._dim(layout, input))
+        mask = self._mask(input, p, self._generator(input.device), self._group.divisions(layout, input.dim()))
         return input.mul_(mask) if inplace else input * mask
 
-    def _dim(self, layout: ActivationLayout, input: Tensor) -> int:
-        """Return the dimension of a tensor that is divided."""
-        if layout is ActivationLayout.SEQUENCE:
-            return self._group.sequence_dim
-        return 1 if input.dim() == 4 else input.dim() - 1  # attention scores: (batch, heads, queries, keys)
-
-    def _whole(self, input: Tensor, dim: int) -> Tensor:
-        """Return an empty tensor in the shape of the whole, which lies in memory as ``empty_like`` of the whole."""
+    def _mask(
+        self, input: Tensor, p: float, generator: torch.Generator | None, divisions: Sequence[Division]
+    ) -> Tensor:
+        """Draw the mask of the whole tensor, which lies in memory as ``empty_like`` of it, and return this block."""
         like = torch.empty_like(input, device="meta")
         order = sorted(range(input.dim()), key=like.stride, reverse=True)
         shape = list(input.shape)
-        shape[dim] *= self._group.size
-        return torch.empty_permuted(shape, order, dtype=input.dtype, device=input.device)
-
-    def _own_mask(self, whole: Tensor, p: float, generator: torch.Generator | None, dim: int) -> Tensor:
-        return self._group.own(whole.bernoulli_(1 - p, generator=generator), dim) / (1 - p)
+        for dim, _, parts in divisions:
+            shape[dim] *= parts
+        mask = torch.empty_permuted(shape, order, dtype=input.dtype, device=input.device)
+        mask.bernoulli_(1 - p, generator=generator)
+        for dim, place, _ in divisions:
+            mask = mask.narrow(dim, place * input.shape[dim], input.shape[dim])
+        return mask / (1 - p)
 
     def _seeded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._group.size == 1 or not draws(function, args, kwargs):
@@ -115,7 +112,11 @@ class DividedRandom(KeyedRandom):
             scores = scores + attn_mask
         nothing = (scores == float("-inf")).all(-1, keepdim=True)  # a query that may attend to no key
         weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).to(value.dtype)
-        heads = scores.dim() - 3
+        layout = self._layout()
+        by_heads = ActivationLayout.DIVIDED if layout is ActivationLayout.SEQUENCE else layout
+        divisions = self._group.divisions(by_heads, 4)
+        if scores.dim() == 3:
+            divisions = [division._replace(dim=0) for division in divisions]
         with self._default_generators():
-            mask = self._own_mask(self._whole(weights, heads), dropout_p, None, heads)
+            mask = self._mask(weights, dropout_p, None, divisions)
         return torch.matmul(weights * mask, value)

@@ -13,7 +13,7 @@ from pipesched.parallel.linear import ColumnLinear, RowLinear
 from pipesched.parallel.norms import DividesSequence, JoinsSequence, Summed
 from pipesched.parallel.split_module import become
 from pipesched.parallel.tensor_group import TensorGroup
-from pipesched.parallel.weight_split import WeightSplit
+from pipesched.parallel.weight_split import Split, WeightSplit
 
 __all__ = [
     "STYLES",
@@ -21,14 +21,20 @@ __all__ = [
     "Block",
     "Column",
     "DividedVocabulary",
+    "Edge",
     "Heads",
     "LayerStyle",
+    "Norm",
     "Row",
     "SequencePart",
     "SummedWeights",
     "Whole",
+    "check_embedding",
+    "check_linear",
     "is_plain_embedding",
     "linear_kind",
+    "plain_attention",
+    "sections_of",
 ]
 
 _DIM_OF_CONV1D = {"in": 0, "out": 1}
@@ -38,7 +44,7 @@ _DIM_OF_LINEAR = {"in": 1, "out": 0}
 class LayerStyle(Protocol):
     """How the ranks of a tensor group divide a module."""
 
-    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, Split]:
         """Return how each divided parameter of the module is split, by its name in the module.
 
         ``name`` is the name of the module, for messages. Raises InputError if the module cannot have this style.
@@ -96,11 +102,11 @@ class Column(_ShortRepr):
 
     def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
         if isinstance(module, nn.Embedding):
-            _check_embedding(module, name)
+            check_embedding(module, name)
             _refuse_options(self, name, sections=1, sequence=False)
             return {"weight": WeightSplit(dim=1)}
         dims = _dims(module, name, "column")
-        sections = _sections(self.sections, _weight(module).shape[dims["out"]], name)
+        sections = sections_of(self.sections, _weight(module).shape[dims["out"]], name)
         if sections and self.gathered:
             raise InputError(
                 f"a layer whose output is gathered must have one section; {name!r} has the sections {list(sections)}; "
@@ -154,7 +160,7 @@ class DividedVocabulary(_ShortRepr):
 
     def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
         if isinstance(module, nn.Embedding):
-            _check_embedding(module, name)
+            check_embedding(module, name)
             return {"weight": WeightSplit(dim=0)}
         return self._columns.splits(module, name)
 
@@ -211,21 +217,28 @@ class Heads:
                 f"last dimension is heads; {name!r} is a {type(module).__name__}; pass Heads('num_heads') with the "
                 f"names of the attributes that count heads"
             )
-        _check_embedding(module, name)
+        check_embedding(module, name)
         return {"weight": WeightSplit(dim=1)}
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        attributes = self.attributes or ("embedding_dim",)
-        divided = {}
-        for attribute in attributes:
+        self.check(module, name, group)
+        parts = group.hidden_parts
+        become(module, None, group, {attribute: vars(module)[attribute] // parts for attribute in self._counts})
+
+    @property
+    def _counts(self) -> tuple[str, ...]:
+        return self.attributes or ("embedding_dim",)
+
+    def check(self, module: nn.Module, name: str, group: TensorGroup) -> None:
+        """Raise InputError if the heads of a module cannot be divided evenly."""
+        parts = group.hidden_parts
+        for attribute in self._counts:
             number = vars(module)[attribute]
-            if number % group.size:
+            if number % parts:
                 raise InputError(
                     f"heads must be divided evenly among the ranks of a tensor group; {attribute} of {name!r} is "
-                    f"{number} for {group.size} ranks; choose a number of ranks that divides {number}"
+                    f"{number} for {parts} ranks; choose a number of ranks that divides {number}"
                 )
-            divided[attribute] = number // group.size
-        become(module, None, group, divided)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -240,7 +253,7 @@ class Attention(_ShortRepr):
     sequence: bool = False
 
     def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
-        attention = _attention(module, name)
+        attention = plain_attention(module, name)
         width = attention.embed_dim
         fused = (width,) * 3
         splits = {
@@ -257,18 +270,14 @@ class Attention(_ShortRepr):
         return {name: split for name, split in splits.items() if name in present}
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        attention = _attention(module, name)
+        attention = plain_attention(module, name)
         if self.sequence and group.sequence_dim != (1 if attention.batch_first else 0):
             raise InputError(
                 f"sequence parallelism divides dimension {group.sequence_dim} of activations; {name!r} has its "
                 f"positions in dimension 0 (batch_first=False); make it with batch_first=True"
             )
         heads = attention.num_heads
-        if heads % group.size:
-            raise InputError(
-                f"heads must be divided evenly among the ranks of a tensor group; {name!r} has {heads} heads for "
-                f"{group.size} ranks; choose a number of ranks that divides {heads}"
-            )
+        Heads("num_heads").check(module, name, group)
         become(attention, HeadsAttention, group, {"num_heads": heads // group.size}, sequence=self.sequence)
         Row(sequence=self.sequence).apply(attention.out_proj, f"{name}.out_proj", group)
 
@@ -284,7 +293,7 @@ class Block(_ShortRepr):
 
     sequence: bool = False
 
-    def splits(self, module: nn.Module, name: str) -> Mapping[str, WeightSplit]:
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, Split]:
         return {
             f"{child}.{parameter}": split
             for child, style in self._styles(module, name).items()
@@ -362,6 +371,23 @@ class SequencePart(_ShortRepr):
         become(module, DividesSequence if self.begins else JoinsSequence, group, {})
 
 
+@dataclass(frozen=True, repr=False)
+class Norm(Whole):
+    """A norm over the hidden units between pairs of linear layers. In one dimension, it stays whole."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Edge(Whole):
+    """The begin or the end of the layers that a grid of ranks divides. In one dimension, nothing is done.
+
+    Attributes:
+        begins: True for a module that gets whole activations, False for one whose output becomes whole.
+
+    """
+
+    begins: bool
+
+
 def _heads(module: nn.Module | None) -> LayerStyle:
     return Attention() if isinstance(module, nn.MultiheadAttention) else Heads()
 
@@ -377,6 +403,9 @@ STYLES: Mapping[str, Callable[[nn.Module | None], LayerStyle]] = {
     "block": lambda _: Block(),
     "summed": lambda _: SummedWeights(),
     "whole": lambda _: Whole(),
+    "norm": lambda _: Norm(),
+    "begin": lambda _: Edge(begins=True),
+    "end": lambda _: Edge(begins=False),
     "sequence-begin": lambda _: SequencePart(begins=True),
     "sequence-end": lambda _: SequencePart(begins=False),
 }
@@ -392,7 +421,8 @@ def _has_bias(module: nn.Module) -> bool:
     return isinstance(getattr(module, "bias", None), nn.Parameter)
 
 
-def _attention(module: nn.Module, name: str) -> nn.MultiheadAttention:
+def plain_attention(module: nn.Module, name: str) -> nn.MultiheadAttention:
+    """Return the module if it is torch's attention. Raises InputError for another module."""
     if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
         raise InputError(
             f"attention by heads must be an nn.MultiheadAttention with torch's forward; {name!r} is a "
@@ -403,6 +433,11 @@ def _attention(module: nn.Module, name: str) -> nn.MultiheadAttention:
 
 
 def _dims(module: nn.Module, name: str, style: str) -> Mapping[str, int]:
+    return _DIM_OF_CONV1D if check_linear(module, name, style) else _DIM_OF_LINEAR
+
+
+def check_linear(module: nn.Module, name: str, style: str) -> bool:
+    """Return whether the weight of a linear layer is (inputs, outputs). Raises InputError for another module."""
     kind = linear_kind(module)
     if kind is None:
         own = "a forward of its own" if isinstance(module, nn.Linear) else "neither torch's nor Conv1D's forward"
@@ -410,7 +445,7 @@ def _dims(module: nn.Module, name: str, style: str) -> Mapping[str, int]:
             f"the style {style!r} must be given to an nn.Linear or a Conv1D of transformers; {name!r} is a "
             f"{type(module).__name__} with {own}; choose another layer, or leave it out of tensor_parallel="
         )
-    return _DIM_OF_CONV1D if kind == "conv1d" else _DIM_OF_LINEAR
+    return kind == "conv1d"
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
@@ -419,7 +454,8 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and (type(module).forward is nn.Embedding.forward or scales)
 
 
-def _check_embedding(module: nn.Embedding, name: str) -> None:
+def check_embedding(module: nn.Module, name: str) -> None:
+    """Raise InputError for an embedding that cannot be divided, and for another module."""
     if not is_plain_embedding(module):
         raise InputError(
             f"a divided embedding must have the forward of nn.Embedding; {name!r} is a {type(module).__name__} with a "
@@ -441,7 +477,8 @@ def _refuse_options(style: Column, name: str, **defaults: Any) -> None:
             )
 
 
-def _sections(sections: int | tuple[int, ...], length: int, name: str) -> tuple[int, ...]:
+def sections_of(sections: int | tuple[int, ...], length: int, name: str) -> tuple[int, ...]:
+    """Return the sizes of the sections of a layer's outputs; () if there is one section. Raises InputError."""
     if isinstance(sections, int):
         if sections < 1 or length % sections:
             raise InputError(

@@ -55,6 +55,8 @@ class GatheredProduct:
 
     """
 
+    products = 1
+
     def __init__(self, group: TensorGroup, *, transposed: bool) -> None:
         self._group = group
         self._transposed = transposed

@@ -53,15 +53,32 @@ class WholeWeights(nn.Module):
         """
         held = held_by(self)
         layout = held.group.layout
-        if layout is not ActivationLayout.WHOLE and not held.group.is_alone:
-            between = "divided by positions" if layout is ActivationLayout.SEQUENCE else "divided by heads or columns"
-            raise InputError(
-                f"a layer with whole weights between divided layers must have a style, because the gradients of its "
-                f"weights may be parts of a sum; {held.options['name']!r} (a {type(self).__name__}) runs where "
-                f"activations are {between}; in tensor_parallel=, give it the style 'summed' if its input is divided, "
-                f"or 'whole' if its input is whole"
-            )
-        return super().forward(*args, **kwargs)
+        if layout is ActivationLayout.WHOLE:
+            return super().forward(*args, **kwargs)
+        error = InputError(
+            f"a layer with whole weights between divided layers must have a style, because the gradients of its "
+            f"weights may be parts of a sum; {held.options['name']!r} (a {type(self).__name__}) runs where "
+            f"activations are {_DIVIDED[layout]}; in tensor_parallel=, give it {_REMEDIES.get(layout, _SUMMED)}"
+        )
+        if not held.group.is_alone:
+            raise error
+        try:  # while the layer is measured by itself, the layout may be that of another layer
+            return super().forward(*args, **kwargs)
+        except RuntimeError as raw:
+            raise error from raw
+
+
+_DIVIDED = {
+    ActivationLayout.SEQUENCE: "divided by positions",
+    ActivationLayout.DIVIDED: "divided by heads or columns",
+    ActivationLayout.OUTER: "divided by rows and hidden units",
+    ActivationLayout.INNER: "divided by rows and hidden units",
+}
+_SUMMED = "the style 'summed' if its input is divided, or 'whole' if its input is whole"
+_REMEDIES = {
+    ActivationLayout.OUTER: "the style 'norm' if it is a norm, or 'column' or 'row' if it is a linear layer",
+    ActivationLayout.INNER: "the style 'row' if it is a linear layer, or 'summed' if it is a norm of each head",
+}
 
 
 class DividesSequence(Summed):

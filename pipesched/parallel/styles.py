@@ -18,8 +18,10 @@ from torch import nn
 
 from pipesched.errors import ArgumentError, InputError
 from pipesched.parallel.automatic_styles import automatic_styles
+from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
 from pipesched.parallel.divided_regions import watch_whole_weights
+from pipesched.parallel.grid_styles import on_grid
 from pipesched.parallel.layer_styles import (
     STYLES,
     Attention,
@@ -35,7 +37,7 @@ from pipesched.parallel.layer_styles import (
 )
 from pipesched.parallel.split_module import is_split, restore
 from pipesched.parallel.tensor_group import TensorGroup
-from pipesched.parallel.weight_split import SplitWeights, WeightSplit
+from pipesched.parallel.weight_split import Split, SplitWeights, WeightSplit
 
 __all__ = ["divide_losses", "split_model", "styles_of", "unsplit_model"]
 
@@ -65,7 +67,7 @@ def split_model(model: nn.Module, wanted: Any, group: TensorGroup) -> SplitWeigh
                 f"a model must be split once; {name!r} is divided already; make a new model, or call unsplit_model and "
                 f"load whole weights first"
             )
-    styles = styles_of(model, wanted, group.size)
+    styles = _on_its_grid(styles_of(model, wanted, group.size), model, group)
     splits = _splits(model, styles)
     for name, split in splits.items():
         split.check(model.get_parameter(name).shape, group.size, repr(name))
@@ -83,6 +85,15 @@ def split_model(model: nn.Module, wanted: Any, group: TensorGroup) -> SplitWeigh
             _divide(parameter, split, group)
     divide_losses(model, group)
     return SplitWeights(group, splits)
+
+
+def _on_its_grid(styles: dict[str, LayerStyle], model: nn.Module, group: TensorGroup) -> dict[str, LayerStyle]:
+    """Return the styles for the layout of a tensor group."""
+    grid = group.grid
+    if not isinstance(grid, AxisGroups):
+        return styles
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {name: on_grid(style, modules.get(name), name, grid) for name, style in styles.items()}
 
 
 def _apply(model: nn.Module, styles: Mapping[str, LayerStyle], group: TensorGroup) -> None:
@@ -176,11 +187,11 @@ def _style(word: Any, module: nn.Module | None, name: str) -> LayerStyle:
     )
 
 
-def _splits(model: nn.Module, styles: Mapping[str, LayerStyle]) -> dict[str, WeightSplit]:
+def _splits(model: nn.Module, styles: Mapping[str, LayerStyle]) -> dict[str, Split]:
     """Return the split of each parameter, under all its names. Parameters that layers share must agree."""
     modules = dict(model.named_modules(remove_duplicate=False))
     every = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[int, tuple[str, WeightSplit | None]] = {}
+    found: dict[int, tuple[str, Split | None]] = {}
     for name, style in styles.items():
         module = modules.get(name)
         prefix = f"{name}." if name else ""
@@ -206,9 +217,7 @@ def _of_parameter(parameter: nn.Parameter, style: LayerStyle, name: str) -> Weig
     return WeightSplit(dim=parameter.dim() - 1)
 
 
-def _agree(
-    found: dict[int, tuple[str, WeightSplit | None]], name: str, parameter: nn.Parameter, split: WeightSplit | None
-) -> None:
+def _agree(found: dict[int, tuple[str, Split | None]], name: str, parameter: nn.Parameter, split: Split | None) -> None:
     other, before = found.setdefault(id(parameter), (name, split))
     if before != split:
         raise InputError(
@@ -222,7 +231,7 @@ def _check_ties(
     every: Mapping[str, nn.Parameter],
     modules: Mapping[str, nn.Module],
     styles: Mapping[str, LayerStyle],
-    found: Mapping[int, tuple[str, WeightSplit | None]],
+    found: Mapping[int, tuple[str, Split | None]],
 ) -> None:
     """Raise InputError if a layer without a style shares a divided weight, which it needs whole."""
     styled = [name for name in styles if name in modules]
@@ -240,7 +249,7 @@ def _check_ties(
 
 
 @torch.no_grad()
-def _divide(parameter: nn.Parameter, split: WeightSplit, group: TensorGroup) -> None:
+def _divide(parameter: nn.Parameter, split: Split, group: TensorGroup) -> None:
     """Let a Parameter hold this rank's block, in memory of its own, so that the whole weight is freed."""
     block = split.own(parameter.data, group.rank, group.size).clone(memory_format=torch.contiguous_format)
     grad = parameter.grad

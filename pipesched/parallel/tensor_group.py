@@ -9,19 +9,24 @@ reduce-scatter  (P - 1)/P n            P - 1       1
 all-gather      (P - 1) of its block   P - 1       P - 1
 all-reduce      2 (P - 1)/P n          2 (P - 1)   P
 max             as all-reduce
+broadcast       n, but the root 0      see below   log2(P)
+reduce          n, but the root 0      1           1
 ==============  =====================  ==========  ==========
 
 A reduce-scatter sends each rank its shard directly, and each rank adds the shards in rank order. So a sum has the same
 bits on all ranks, with any library, and with sequence parallelism as without. An all-gather is a ring. An all-reduce is
-a reduce-scatter and an all-gather.
+a reduce-scatter and an all-gather. A broadcast is a binomial tree: a rank sends the tensor to at most log2(P) ranks. In
+the last two rows, the bytes of a broadcast are received, and those of a reduce are sent; its root receives P - 1
+tensors, and adds them in rank order.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -29,7 +34,7 @@ from torch import Tensor, distributed
 from pipesched.errors import ExecutionError, InputError
 from pipesched.parallel.traffic_counter import Traffic, TrafficCounter
 
-__all__ = ["ActivationLayout", "TensorGroup"]
+__all__ = ["ActivationLayout", "Division", "JobGroups", "TensorGroup"]
 
 #: The all-gather into one tensor, under its name in torch 2.13 or its earlier name.
 _all_gather_single: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -44,6 +49,41 @@ class ActivationLayout(Enum):
     WHOLE = "whole"  # each rank holds all of them
     DIVIDED = "divided"  # a block of the heads or of the hidden units
     SEQUENCE = "sequence"  # a block of the positions of each sequence
+    OUTER = "outer"  # a block of the sequences and of the hidden units, as it lies between pairs of linear layers
+    INNER = "inner"  # such a block as it lies inside a pair of linear layers
+
+
+class Division(NamedTuple):
+    """A dimension of a tensor that is divided, the part of this rank, and the number of parts."""
+
+    dim: int
+    place: int
+    parts: int
+
+
+class JobGroups(NamedTuple):
+    """The global ranks of every tensor group of a job, by tensor rank, and how long a rank waits, in seconds."""
+
+    groups: Sequence[Sequence[int]]
+    timeout_s: float
+
+
+class Grid(Protocol):
+    """Ranks of a tensor group that form a grid of two or three dimensions."""
+
+    #: The number of parts into which hidden units are divided inside a pair of linear layers.
+    hidden_parts: int
+
+    def divisions(self, layout: ActivationLayout, hidden: int) -> list[Division]:
+        """Return how activations are divided whose hidden units or heads lie in the dimension ``hidden``."""
+
+
+@dataclass
+class _Solo:
+    """Whether the collectives of a tensor group and of its parts exchange nothing, and how long they take then."""
+
+    alone: bool
+    took_s: Callable[[Traffic], float] | None = None
 
 
 class TensorGroup:
@@ -59,6 +99,8 @@ class TensorGroup:
     Attributes:
         counter: counts the collectives.
         sequence_dim: the dimension of activations that numbers the positions of a sequence.
+        job: the tensor groups of all processes of the job; None if this is the only one.
+        grid: the grid of the ranks, if layers are split in more than one dimension; else None.
 
     """
 
@@ -80,15 +122,33 @@ class TensorGroup:
         #: The tensor that layers with columns got last, its version, and the copy that they share.
         self.shared: tuple[Tensor, int, Tensor] | None = None
         self._layout = ActivationLayout.WHOLE
-        self._process_group = process_group
+        self.grid: Grid | None = None
+        self.job: JobGroups | None = None
+        self.process_group = process_group
+        self._name = ""
         self._check = check
-        self._alone = process_group is None
-        self._took_s: Callable[[Traffic], float] | None = None
+        self._solo = _Solo(process_group is None)
 
     @classmethod
     def counting(cls, size: int, rank: int = 0) -> "TensorGroup":
         """Return a group without processes. Its collectives count, and return tensors of the right shape."""
         return cls(None, rank=rank, size=size)
+
+    def part(self, process_group: Any, *, rank: int, size: int, name: str) -> "TensorGroup":
+        """Return the group of some of these ranks. Its collectives are counted here, as "all-gather row", for example.
+
+        Args:
+            process_group: the processes; None for a group that only counts.
+            rank: the rank of this process in the part.
+            size: the number of ranks in the part.
+            name: the name of the part, such as "row".
+
+        """
+        made = TensorGroup(process_group, rank=rank, size=size, check=self._check, sequence_dim=self.sequence_dim)
+        made._name = f" {name}"
+        made._solo = self._solo
+        made.counter = self.counter
+        return made
 
     @contextmanager
     def alone(self, took_s: Callable[[Traffic], float] | None = None) -> Iterator[None]:
@@ -97,12 +157,13 @@ class TensorGroup:
         ``took_s`` returns how long a collective would take, in seconds, given its traffic. The collectives then wait
         for so long, so that the measured time of a layer includes them. Default: None (they take no time).
         """
-        before = self._alone, self._took_s
-        self._alone, self._took_s = True, took_s
+        solo = self._solo
+        before = solo.alone, solo.took_s
+        solo.alone, solo.took_s = True, took_s
         try:
             yield
         finally:
-            self._alone, self._took_s = before
+            solo.alone, solo.took_s = before
 
     @property
     def layout(self) -> ActivationLayout:
@@ -118,10 +179,29 @@ class TensorGroup:
     @property
     def is_alone(self) -> bool:
         """Whether collectives exchange nothing."""
-        return self._alone
+        return self._solo.alone
 
     def __deepcopy__(self, memo: Any) -> "TensorGroup":
         return self  # copies of layers exchange tensors with the same ranks
+
+    @property
+    def hidden_parts(self) -> int:
+        """The number of parts into which heads and hidden units are divided inside a pair of linear layers."""
+        return self.size if self.grid is None else self.grid.hidden_parts
+
+    def divisions(self, layout: ActivationLayout, dims: int) -> list[Division]:
+        """Return the divided dimensions of activations with this layout and this number of dimensions.
+
+        A tensor of four dimensions has attention scores: (batch, heads, queries, keys).
+        """
+        hidden = 1 if dims == 4 else dims - 1
+        if layout is ActivationLayout.WHOLE:
+            return []
+        if layout is ActivationLayout.SEQUENCE:
+            return [Division(self.sequence_dim, self.rank, self.size)]
+        if self.grid is None:
+            return [Division(hidden, self.rank, self.size)]
+        return self.grid.divisions(layout, hidden)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's block of a whole tensor. Not collective.
@@ -178,10 +258,44 @@ class TensorGroup:
         at = order.index(dim % tensor.dim())
         blocks = tensor.permute(order).unflatten(at, (self.size, part)).movedim(at, 0)
         shards = self._exchanged("reduce-scatter", blocks.reshape(self.size, -1))
-        if self._alone:
+        if self.is_alone:
             return self.own(tensor, dim).clone()
         own = _sum(shards)
         return own.view(blocks.shape[1:]).permute(_inverse(order))
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """Return the tensor of the rank ``root``. All ranks pass tensors of one shape."""
+        if self.size == 1:
+            return tensor
+        order = _memory_order(tensor)
+        sent = tensor.nbytes * _children(self.rank, root, self.size)
+        received = tensor.nbytes if self.rank != root else 0
+        traffic = Traffic(1, sent, received, _children(self.rank, root, self.size), (self.size - 1).bit_length())
+        if not self._exchanges("broadcast", traffic, tensor):
+            return tensor
+        own = tensor.permute(order).contiguous()
+        block = own if self.rank == root else torch.empty_like(own)
+        self._run(lambda group: distributed.broadcast(_bytes(block), group=group, group_src=root, async_op=True), block)
+        return block.permute(_inverse(order))
+
+    @torch.no_grad()
+    def reduce(self, tensor: Tensor, root: int) -> Tensor | None:
+        """Return the sum of the tensors of all ranks, added in rank order, to the rank ``root``, and None to others."""
+        if self.size == 1:
+            return tensor
+        others = self.size - 1
+        is_root = self.rank == root
+        sent, received = (0, others * tensor.nbytes) if is_root else (tensor.nbytes, 0)
+        if not self._exchanges("reduce", Traffic(1, sent, received, int(not is_root), 1), tensor):
+            return tensor if is_root else None
+        own = tensor.contiguous()
+        blocks = own.new_empty(self.size if is_root else 0, *own.shape)
+        places = [_bytes(block) for block in blocks] if is_root else None
+        self._run(
+            lambda group: distributed.gather(_bytes(own), places, group=group, group_dst=root, async_op=True), own
+        )
+        return _sum(blocks) if is_root else None
 
     def _reduced(self, kind: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
         if self.size == 1:
@@ -194,7 +308,7 @@ class TensorGroup:
             flat = torch.cat([flat, flat.new_zeros(missing)])
         shard = join(self._exchanged(kind, flat.view(self.size, -1), calls=0))
         whole = self._gathered(kind, shard).reshape(-1)
-        if self._alone:
+        if self.is_alone:
             return tensor.clone()  # a sum of other rows would mix the rows of a batch
         return whole[: flat.numel() - missing].view(own.shape).permute(_inverse(order))
 
@@ -228,16 +342,17 @@ class TensorGroup:
 
     def _exchanges(self, kind: str, traffic: Traffic, tensor: Tensor) -> bool:
         """Count a collective, and return whether tensors are exchanged. Tensors on the meta device never are."""
-        if tensor.is_meta and not self._alone:
+        solo = self._solo
+        if tensor.is_meta and not solo.alone:
             return False
-        self.counter.count(kind, traffic)
-        if self._alone and self._took_s is not None and not tensor.is_meta:
-            _wait(self._took_s(traffic))
-        return not self._alone
+        self.counter.count(f"{kind}{self._name}", traffic)
+        if solo.alone and solo.took_s is not None and not tensor.is_meta:
+            _wait(solo.took_s(traffic))
+        return not solo.alone
 
     def _run(self, start: Callable[[Any], Any], result: Tensor) -> None:
         try:
-            work = start(self._process_group)
+            work = start(self.process_group)
             if result.device.type != "cpu" or self._check is None:
                 work.wait()
                 return
@@ -284,6 +399,12 @@ def _wait(seconds: float) -> None:
         time.sleep(seconds - _SLEEP_S)
     while time.perf_counter() < end_s:
         pass
+
+
+def _children(rank: int, root: int, size: int) -> int:
+    """Return the number of ranks to which a rank sends in a broadcast along a binomial tree."""
+    place = (rank - root) % size
+    return sum(place < step and place + step < size for step in (1 << bit for bit in range(size.bit_length())))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Weight split: which block of a weight each rank of a tensor group holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import InputError
+from pipesched.simulation.tensor_layout import Axis, TensorLayout
 
-__all__ = ["SplitWeights", "WeightSplit"]
+__all__ = ["GridSplit", "Split", "SplitWeights", "WeightSplit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,92 @@ class WeightSplit:
                     f"or leave this weight out of tensor_parallel="
                 )
 
+    @property
+    def divides_rows(self) -> bool:
+        """Whether the blocks have fewer rows than the whole weight."""
+        return self.dim == 0
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the rows of a block are not in one piece, so that a rank reads the whole weight from a checkpoint."""
+        return self.dim == 0 and bool(self.sections)
+
+    def counts(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that hold its block. Each rank holds a block of its own."""
+        return True
+
     def _whole_sections(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.sections or (shape[self.dim],)
 
     def _parts(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         parts: Sequence[Tensor] = tensor.split(list(sizes), self.dim)
         return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSplit:
+    """How the ranks of a grid divide a weight in several dimensions.
+
+    Attributes:
+        layout: the layout of the grid.
+        dims: for each dimension of the weight, the axes that divide it.
+        sections: as in `WeightSplit`, for the first dimension. Default: ().
+
+    """
+
+    layout: TensorLayout
+    dims: tuple[tuple[Axis, ...], ...]
+    sections: tuple[int, ...] = ()
+
+    divides_rows = True
+    reads_whole = True
+
+    def own(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Return the block of a rank of a whole weight."""
+        for split, axes in self._divided():
+            whole = split.own(whole, self.layout.place(rank, axes), self.layout.length(axes))
+        return whole
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the whole weight. ``blocks`` are those of all ranks, in rank order."""
+        places = [
+            tuple(self.layout.place(rank, axes) for _, axes in self._divided()) for rank in range(self.layout.size)
+        ]
+        parts = dict(zip(places, blocks, strict=True))
+        for split, axes in reversed([*self._divided()]):
+            rest = dict.fromkeys(place[:-1] for place in parts)
+            length = range(self.layout.length(axes))
+            parts = {place: split.joined([parts[*place, part] for part in length]) for place in rest}
+        return parts[()]
+
+    def whole_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+        """Return the shape of the whole weight, given that of a block."""
+        return tuple(length * self.layout.length(axes) for length, axes in zip(shape, self.dims, strict=True))
+
+    def own_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+        """Return the shape of a block, given that of the whole weight."""
+        return tuple(length // self.layout.length(axes) for length, axes in zip(shape, self.dims, strict=True))
+
+    def check(self, shape: Sequence[int], size: int, place: str) -> None:
+        """Raise InputError if a whole weight of this shape cannot be divided evenly. ``place`` names the weight."""
+        for split, axes in self._divided():
+            split.check(shape, self.layout.length(axes), place)
+
+    def counts(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that hold its block."""
+        used = {axis for axes in self.dims for axis in axes}
+        places = self.layout.coordinates(rank)
+        return not any(places[axis] for axis in self.layout.axes if axis not in used)
+
+    def _divided(self) -> Iterator[tuple[WeightSplit, tuple[Axis, ...]]]:
+        """Yield each divided dimension, as a split of its own, and the axes that divide it."""
+        for dim, axes in enumerate(self.dims):
+            if axes:
+                yield WeightSplit(dim=dim, sections=() if dim else self.sections), axes
+
+
+#: How the ranks of a tensor group divide a weight.
+Split = WeightSplit | GridSplit
 
 
 class Gathers(Protocol):
@@ -88,14 +169,14 @@ class SplitWeights:
 
     """
 
-    def __init__(self, group: Gathers, splits: Mapping[str, WeightSplit]) -> None:
+    def __init__(self, group: Gathers, splits: Mapping[str, Split]) -> None:
         self.group = group
         self._splits = dict(splits)
 
     def __contains__(self, name: object) -> bool:
         return name in self._splits
 
-    def __getitem__(self, name: str) -> WeightSplit:
+    def __getitem__(self, name: str) -> Split:
         return self._splits[name]
 
     def own(self, name: str, whole: Tensor) -> Tensor:

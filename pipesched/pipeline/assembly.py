@@ -248,7 +248,11 @@ class Assembly:
     @cached_property
     def planes(self) -> PlaneNorms | None:
         """Combines norms of gradients over the planes; None if no weights are divided over tensor groups."""
-        return None if self.split is None else PlaneNorms(self.split.group, self.split_parameters)
+        split = self.split
+        if split is None:
+            return None
+        rank = split.group.rank
+        return PlaneNorms(split.group, {one: split[name].counts(rank) for one, name in self.split_parameters.items()})
 
     @property
     def split(self) -> SplitWeights | None:

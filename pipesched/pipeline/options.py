@@ -22,6 +22,7 @@ from pipesched.runtime.rank_grid import Inputs, RankGrid
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
+from pipesched.simulation.tensor_layout import LayoutKind, TensorLayout
 from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type
 from pipesched.torch_checks import as_function, as_threads
 
@@ -294,6 +295,10 @@ class Distributed:
             and how: a mapping from patterns of module names to styles, such as ``{"blocks.*.up": "column",
             "blocks.*.down": "row"}``, or "auto" for models of transformers. Each rank of the dimension then holds a
             block of the weights of these layers. Default: None (every layer is whole).
+        tensor_layout: with ``tensor_parallel=``, whether these ranks divide each matrix in one dimension ("1d", as
+            Megatron-LM does), two ("2d"), two and a half ("2.5d") or three ("3d"). In more than one, the activations
+            between layers are divided, too. "2d" needs q x q ranks, "2.5d" d x q x q and "3d" l x l x l; pass a
+            `TensorLayout` to choose d. Default: "1d".
         rendezvous: with ``redundancy=``, the path of a file in which the job publishes the addresses of its ranks, so
             that processes can join it. A process joins if it makes the same pipeline without ``mesh=``, but with this
             path. Default: None (no process can join).
@@ -314,6 +319,7 @@ class Distributed:
     on_recovery: Callable[[Recovered], Any] | None = None
     rendezvous: str | PathLike[str] | None = None
     tensor_parallel: TensorParallel | None = None
+    tensor_layout: LayoutKind | TensorLayout = "1d"
 
     def __post_init__(self) -> None:
         as_function(self.on_recovery, "on_recovery", ("recovered",))
@@ -353,6 +359,11 @@ class Distributed:
                 f"tensor_parallel= must map patterns of module names to styles, or be 'auto'; got "
                 f"{shown(self.tensor_parallel)}; for example, pass {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
             )
+        if not isinstance(self.tensor_layout, TensorLayout) and self.tensor_layout not in get_args(LayoutKind):
+            raise InputError(
+                f"tensor_layout= must be one of {', '.join(map(repr, get_args(LayoutKind)))}, or a TensorLayout; got "
+                f"{shown(self.tensor_layout)}; pass one of them"
+            )
         if self.gather_once not in (None, True, False):
             raise InputError(
                 f"gather_once= must be True, False or None; got {shown(self.gather_once)}; pass one of them"
@@ -361,7 +372,7 @@ class Distributed:
     @property
     def agreed(self) -> dict[str, Any]:
         """The options that must be identical in all processes, keyed by name."""
-        names = ("inputs", "gather_once", "zero", "weights", "replan_every", "tensor_parallel")
+        names = ("inputs", "gather_once", "zero", "weights", "replan_every", "tensor_parallel", "tensor_layout")
         return {name: getattr(self, name) for name in names}
 
     def survives(self, *, joins: bool) -> Survives | None:

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_module import Wrap
+from pipesched.errors import InputError, ScheduleError
 from pipesched.model.state_guard import set_aside, untouched
+from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
 from pipesched.pipeline.options import Distributed, TensorParallel
 from pipesched.runtime.rank_host import RankHost
+from pipesched.simulation.tensor_layout import TensorLayout
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import Beside, lacks_contents
 from pipesched.tensors.payload import pytree
@@ -54,8 +57,35 @@ def split_layers(
     )
     if distributed.tensor_parallel is None or host.tensor is None:
         return None
+    _set_grid(host.tensor, distributed)
     divide_losses(loss_fn, host.tensor)
     return split_model(model, distributed.tensor_parallel, host.tensor)
+
+
+def _set_grid(group: TensorGroup, distributed: Distributed) -> None:
+    """Arrange the ranks of a tensor group in a grid if layers are split in more than one dimension.
+
+    Collective over all processes. Raises InputError if the number of ranks does not fit the layout.
+    """
+    layout = distributed.tensor_layout
+    if isinstance(layout, str):
+        try:
+            layout = TensorLayout.of(layout, group.size)
+        except ScheduleError as error:
+            raise InputError(f"the mesh dimension 'tp' must fit tensor_layout=; {error}") from None
+    if layout.size != group.size:
+        raise InputError(
+            f"the mesh dimension 'tp' must have as many ranks as tensor_layout=; the layout {layout} has "
+            f"{layout.size}, and the dimension {group.size}; change one of them"
+        )
+    if layout.kind == "1d":
+        return
+    if distributed.tensor_parallel == "auto":
+        raise InputError(
+            f"tensor_parallel='auto' splits layers in one dimension; this pipeline has tensor_layout={layout.kind!r}; "
+            f"name the layers, such as {{'*.up': 'column', '*.down': 'row'}}, or leave tensor_layout= out"
+        )
+    AxisGroups(group, layout)
 
 
 def probing(host: RankHost, tensor_parallel: TensorParallel | None) -> Callable[[Callable[[], T]], T]:

@@ -6,7 +6,6 @@ pipeline, and runs the same program on the same batches with its own blocks of t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -17,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.checks import check_type, is_count, shown
 from pipesched.devices.selection import current_device
-from pipesched.errors import DeviceCountError, ExecutionError
+from pipesched.errors import DeviceCountError
+from pipesched.parallel.process_groups import own_group
 from pipesched.runtime.coordination.rendezvous import names_of, ranks_of
 from pipesched.units import counted
 
-__all__ = ["Axes", "Inputs", "RankGrid", "Rows", "SumRanks", "dims_of", "grid_of", "own_group"]
+__all__ = ["Axes", "Inputs", "RankGrid", "Rows", "SumRanks", "dims_of", "grid_of"]
 
 #: Maps "pipeline", "replicate", "shard" and "tensor" to names of mesh dimensions.
 Axes = Mapping[str, str]
@@ -355,41 +355,6 @@ def _check_ascending(groups: Sequence[Sequence[int]]) -> None:
 def _own_device(mesh: DeviceMesh) -> torch.device:
     """Return the device of this process's rank of the mesh."""
     return current_device(mesh.device_type)
-
-
-def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
-    """Make process groups from global ranks, and return this process's group. Collective over the ranks in ``groups``.
-
-    If every process is in one of the groups, each process makes all groups, because torch names groups by a counter
-    that must be the same in all processes. Otherwise each process makes only its own group.
-
-    Args:
-        groups: the global ranks of each group.
-        timeout_s: how long a process waits for another process, in seconds.
-        new: whether to make a new group even if it contains all processes. Default: False (return torch's default group
-            instead).
-
-    Raises:
-        ExecutionError: a process of this group does not join it in time.
-
-    """
-    world = distributed.get_world_size()
-    here = distributed.get_rank()
-    limit = timedelta(seconds=timeout_s)
-    if any(len(ranks) == world for ranks in groups) and not new:
-        return distributed.group.WORLD
-    if sum(map(len, groups)) < world:
-        own = next(ranks for ranks in groups if here in ranks)
-        try:
-            return distributed.new_group(sorted(own), limit, use_local_synchronization=True)
-        except distributed.DistError as error:
-            raise ExecutionError(
-                f"the processes of a mesh must make its process groups together; global rank {here} waited "
-                f"{timeout_s:g} s for the group of ranks {sorted(own)} ({error}); pass the whole mesh with axes= "
-                f"instead of a part of it, and make all earlier process groups in every process"
-            ) from None
-    made = [distributed.new_group(sorted(ranks), limit) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups, strict=True) if here in ranks)
 
 
 def dims_of(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:

@@ -1,11 +1,11 @@
 """Rank host: the ranks of a pipeline, as threads of this process or as one process per rank."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import distributed
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.devices.selection import as_devices
 from pipesched.errors import InputError
-from pipesched.parallel.tensor_group import TensorGroup
+from pipesched.parallel.process_groups import own_group, release_with
+from pipesched.parallel.tensor_group import JobGroups, TensorGroup
 from pipesched.parallel.traffic_counter import Traffic
 from pipesched.runtime.collectives import LocalCollectives, RankCollectives
 from pipesched.runtime.connected_rank import ConnectedRank
@@ -24,7 +25,7 @@ from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timelin
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.process_collectives import ProcessCollectives
-from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, grid_of, own_group
+from pipesched.runtime.rank_grid import Axes, Inputs, RankGrid, Rows, SumRanks, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.runtime.transport.encoding import Encoding
@@ -219,7 +220,8 @@ def tensor_group(groups: Sequence[Sequence[int]], connected: ConnectedRank) -> T
     group = own_group(groups, connected.timeout_s, new=True)
     check = partial(_check_peers, ref(connected))
     made = TensorGroup(group, rank=list(ranks).index(here), size=len(ranks), check=check)
-    finalize(made, _release, group).atexit = False
+    made.job = JobGroups(groups, connected.timeout_s)
+    release_with(made, group)
     return made
 
 
@@ -228,12 +230,6 @@ def _check_peers(connected: "ref[ConnectedRank]") -> None:
     own = connected()
     if own is not None:
         own.check_peers()
-
-
-def _release(group: Any) -> None:
-    if distributed.is_initialized():
-        with suppress(RuntimeError, ValueError):  # the job may have made all groups anew
-            distributed.destroy_process_group(group)
 
 
 def host_for(

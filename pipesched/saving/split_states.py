@@ -75,7 +75,7 @@ def _whole(
     shape = split.whole_shape(name, entry.shape)
     if not entry.chunks:
         return replace(entry, shape=shape), WholeTensor(shape, lambda: split.whole(name, tensor))
-    if split[name].dim:  # the rows of the blocks are rows of the whole tensor
+    if not split[name].divides_rows:
         rows = entry.chunks[0].rows
         make = partial(split.whole, name, tensor)
     else:
@@ -124,10 +124,10 @@ class _OwnBlock:
     def needed(self) -> Rows | None:
         """The rows of the whole tensor to read; None for all."""
         how = self.split[self.name]
-        if how.dim:
-            return self.rows
-        if how.sections:
+        if how.reads_whole:
             return None
+        if not how.divides_rows:
+            return self.rows
         first = self.shape[0] * self.split.group.rank
         rows = self.rows or Rows(0, self.shape[0])
         return Rows(first + rows.start, first + rows.end)
@@ -135,10 +135,10 @@ class _OwnBlock:
     def of(self, read: Tensor) -> Tensor:
         """Return the part that this process holds, given the rows that were read. Keeps no memory of the rest."""
         how = self.split[self.name]
-        if not how.dim and not how.sections:
+        if how.divides_rows and not how.reads_whole:
             return read
         block = self.split.own(self.name, read)
-        if not how.dim and self.rows is not None:
+        if how.divides_rows and self.rows is not None:
             block = block[self.rows.start : self.rows.end]
         return block.clone()
 

@@ -15,7 +15,15 @@ __all__ = ["WeightOperation", "linear_rule", "matmul_rule", "weighted"]
 
 
 class WeightOperation(Protocol):
-    """An operation that is linear in its input and in its weights."""
+    """An operation that is linear in its input and in its weights.
+
+    Attributes:
+        products: the number of products of the output's rows with a matrix as large as the first weight. It is more
+            than 1 if other processes send parts of them.
+
+    """
+
+    products: int
 
     def output(self, x: Tensor, *weights: Tensor) -> Tensor:
         """Return the output. Runs in the F, without gradients."""

@@ -26,6 +26,14 @@ def four() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def ranks_of(four: Ranks, eight: Ranks) -> Iterator[dict[int, Ranks]]:
+    """Return the ranks of a job, by their number. A grid makes process groups of all processes of a job."""
+    nine = Ranks(9)
+    yield {4: four, 8: eight, 9: nine}
+    nine.close()
+
+
+@pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     """Start two processes that serve as ranks for all tests of a file."""
     yield from _started(2)

@@ -124,6 +124,8 @@ def test_a_w_without_sequence_parallelism_exchanges_nothing(ranks, size):
 class Doubled:
     """An operation with two weights: x a + x b."""
 
+    products = 1
+
     def output(self, x, *weights):
         return x @ weights[0] + x @ weights[1]
 

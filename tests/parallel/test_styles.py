@@ -159,7 +159,7 @@ def test_sizes_that_do_not_divide_are_refused_by_name(wanted, name, length):
 
 def test_heads_that_do_not_divide_are_refused_by_name():
     layer = nn.Sequential(nn.TransformerEncoderLayer(24, 6, 24))
-    with pytest.raises(InputError, match=r"'0\.self_attn' has 6 heads for 4 ranks; choose a number of ranks that"):
+    with pytest.raises(InputError, match=r"num_heads of '0\.self_attn' is 6 for 4 ranks; choose a number of ranks that"):
         split_model(layer, {"0": "block"}, group(4))
 
 
@@ -219,7 +219,7 @@ def test_an_embedding_with_a_forward_of_its_own_is_refused(style):
 def test_auto_refuses_unknown_models_and_uneven_heads():
     with pytest.raises(InputError, match="got a Blocks; name its layers instead"):
         split_model(Blocks(), "auto", group())
-    with pytest.raises(InputError, match=r"'layers\.0\.self_attn' has 3 heads for 2 ranks"):
+    with pytest.raises(InputError, match=r"num_heads of 'layers\.0\.self_attn' is 3 for 2 ranks"):
         split_model(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 3, 8), 2, enable_nested_tensor=False), "auto", group()
         )

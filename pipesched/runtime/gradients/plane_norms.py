@@ -3,7 +3,7 @@
 The ranks of a tensor group hold different blocks of the weights that they divide, and the same values of all others.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,12 @@ class PlaneNorms:
 
     Args:
         group: the tensor group of this process.
-        split: the weights that the group divides.
+        split: the weights that the group divides, and whether this rank's block of each counts: another rank may hold
+            the same block.
 
     """
 
-    def __init__(self, group: Gathers, split: Collection[nn.Parameter]) -> None:
+    def __init__(self, group: Gathers, split: Mapping[nn.Parameter, bool]) -> None:
         self._group = group
         self._split = split
 
@@ -59,6 +60,9 @@ class PlaneNorms:
         """
         sent = torch.zeros(len(parameters) + 1, dtype=torch.float64, device=norms.device)
         sent[:-1] = norms
+        for place, parameter in enumerate(parameters):
+            if not self._split.get(parameter, True):
+                sent[place] = 0
         if nonfinite is not None:
             sent[-1] = nonfinite
         pieces = torch.stack(self._group.gathered(sent))

@@ -15,8 +15,8 @@ from torch import Tensor, distributed
 
 from pipesched.devices.streams import used_here
 from pipesched.errors import ModelTypeError
+from pipesched.parallel.process_groups import own_group
 from pipesched.runtime.gradients.tree_sums import ReductionOrder
-from pipesched.runtime.rank_grid import own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, LaneJob
 from pipesched.tensors.flat_buffers import free, padded, places
 

@@ -235,23 +235,25 @@ class Deferral:
             call = lambda x: function(operation, x, *(weight.detach() for weight in weights))  # noqa: E731
             return self._note(x, tuple(weights), operation.weight_grads, call)
         output = function(*args)
-        return self._learn(output, output, *weights)
+        return self._learn(output, output, *weights, times=operation.products)
 
     def _defers(self, *weights: Tensor) -> bool:
         deferrable = torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
         return deferrable and running_transform() is None
 
-    def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
+    def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1, times: int = 1) -> Tensor:
         """Return ``output``. If this forward is observed, record that the operation used ``weights``.
 
-        ``channels`` is the dim of ``x`` over which the operation sums. An operation inside a function transform, such
+        ``channels`` is the dim of ``x`` over which the operation sums, and ``times`` the number of such operations. An
+        operation inside a function transform, such
         as ``torch.func.grad``, is not recorded, because its operands and its output belong to the transform;
         nor is one in inference mode, which has no gradients.
         """
         if self._weight_uses is None or not self._noting:
             return output
         if running_transform() is None and not torch.is_inference_mode_enabled():
-            self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
+            flops = 2 * times * weights[0].numel() * x.numel() // max(1, x.shape[channels])
+            self._weight_uses.note(weights, flops, output)
         return output
 
     def _note(
