@@ -25,7 +25,7 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.batch_loop import batches
-from pipesched.pipeline.checks.replica_checks import check_axes
+from pipesched.pipeline.checks.replica_checks import check_axes, check_layout
 from pipesched.pipeline.comparison.check_report import CheckReport
 from pipesched.pipeline.comparison.checker import Checker
 from pipesched.pipeline.construction import (
@@ -1224,6 +1224,8 @@ def _check_replicas(
     distributed.check_zero(num_replicas=num_replicas, has_optimizers=has_optimizers)
     numerics.check_reduction_order(num_replicas=num_replicas, zero=distributed.zero)
     check_axes(plan, len(grid.all_devices), num_replicas, distributed.zero, len(grid.every_plane))
+    if distributed.tensor_parallel is not None:
+        check_layout(plan, distributed.tensor_layout)
 
 
 def _hold_blocks(running: RunningPlan) -> bool:

@@ -10,6 +10,7 @@ import pipesched
 from pipesched import Link, Links, Plan, Profile
 from pipesched.cli.main import main
 from pipesched.errors import InputError, PartitionError
+from pipesched.pipeline.checks.replica_checks import check_layout
 from pipesched.planning.axes_search import AxesRequest
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.profile_search import ProfileSearch
@@ -199,6 +200,18 @@ def test_the_tensor_axis_sends_what_the_layout_says(plan):
     exchanges = [plan.tensor.layout.exchanges(65_536, inner, outer, second=second) for inner, outer, second in layers]
     due = sum(WIDE * each.received for of in exchanges for action in of.values() for each in action)
     assert plan.communication()[-1].sent_bytes == pytest.approx(4 * due, abs=16)
+
+
+def test_a_pipeline_with_another_layout_refuses_the_plan(plan):
+    check_layout(plan, "2.5d")
+    check_layout(plan, plan.tensor.layout)
+    check_layout(None, "3d")
+    with pytest.raises(
+        InputError, match=r"the plan has 2.5d \(2 x 4 x 4\), but the pipeline has 1d; pass distributed="
+    ):
+        check_layout(plan, "1d")
+    with pytest.raises(InputError, match=r"but the pipeline has 2d \(2 x 2\)"):
+        check_layout(plan, TensorLayout.of("2d", 4))
 
 
 def test_advice_keeps_the_layout():

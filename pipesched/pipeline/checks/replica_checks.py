@@ -15,6 +15,7 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.program.program import Program
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.buffer_copies import own_buffers
+from pipesched.simulation.tensor_layout import LayoutKind, TensorLayout
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
 
@@ -23,6 +24,7 @@ __all__ = [
     "ZERO_3",
     "NeedsOwnWeights",
     "check_axes",
+    "check_layout",
     "check_own_weights",
     "check_replicas",
     "check_tree",
@@ -184,6 +186,28 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int, 
             f"zero= must have the value for which the plan was made; the plan has zero={planned.zero}, but the "
             f"pipeline has zero={zero}; pass "
             f"distributed=Distributed(zero={planned.zero}), or make a plan with zero={zero}"
+        )
+
+
+def check_layout(plan: Plan | None, layout: LayoutKind | TensorLayout) -> None:
+    """Check that the ranks of a tensor group divide matrices as the plan says. Ignores plans without tensor groups.
+
+    Raises InputError for another layout.
+
+    Args:
+        plan: the plan.
+        layout: the value of ``tensor_layout=``.
+
+    """
+    if not isinstance(plan, Plan) or plan.tensor is None:
+        return
+    planned = plan.tensor.layout
+    own = TensorLayout.of(layout, planned.size) if layout == planned.kind else layout
+    if own != planned:
+        raise InputError(
+            f"tensor_layout= must be the layout for which the plan was made; the plan has {planned}, but the pipeline "
+            f"has {own}; pass distributed=Distributed(tensor_layout=plan.tensor.layout), or make a plan with this "
+            f"layout (tensor_layouts=)"
         )
 
 
