@@ -112,7 +112,7 @@ class Transformer:
             "product_weight_bytes": weights,
             "norms": 2,
             "norm_row_bytes": 2 * rows * 4,
-            "summed_weights": 8,  # four biases, and weight and bias of two norms
+            "summed_weights": 4 + 2,  # biases, and norms with a weight and a bias
             "summed_weight_bytes": (3 + 1 + 4 + 1 + 4) * width * gpu.wide,
         }
         return Profile.from_table([{"name": f"layer{at}"} | layer for at in range(self.layers)], rows=self.batch)

@@ -69,7 +69,7 @@ class TensorShares:
     second_products: int = 0
     #: The number of norms.
     norms: int = 0
-    #: The number of weights that all rows use without a product.
+    #: The number of sums of their gradients: one for each bias, and one for each norm.
     summed_weights: int = 0
 
     def __bool__(self) -> bool:
