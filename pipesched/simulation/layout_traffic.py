@@ -3,6 +3,9 @@
 The ranks exchange blocks of X, W and Y along the axes of the layout (`pipesched.simulation.tensor_layout`). The ranks
 that differ only along an axis have links of their own: along the last axis, they have consecutive numbers, so they
 often share a host. The slowest of these groups determines the time.
+
+Sources: Xu et al. 2021, arXiv:2104.05343 (2d); Wang et al. 2021, arXiv:2105.14500 (2.5d); Bian et al. 2021,
+arXiv:2105.14450 (3d).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +29,11 @@ _TIMES = {
 
 class LayoutTraffic:
     """Computes the collectives of split layers: of products, norms, biases and embeddings.
+
+    ::
+
+        traffic = LayoutTraffic(TensorLayout.of("3d", 64), [Links(inside=Link(5e-6, 25e9))])
+        print(traffic.of(TensorShares(first_products=1, first_input_bytes=10**9, product_weight_bytes=10**8)))
 
     Args:
         layout: how the ranks of a group divide matrices.
@@ -121,5 +129,10 @@ class LayoutTraffic:
 
     def _links_along(self, axes: tuple[str, ...]) -> list[Links]:
         """Return the links between the ranks that differ only along these axes, without repetitions."""
-        lines = dict.fromkeys(tuple(self._layout.peers(rank, axes)) for rank in range(self._layout.size))
+        lines: list[list[int]] = []
+        left = dict.fromkeys(range(self._layout.size))
+        while left:
+            lines.append(self._layout.peers(next(iter(left)), axes))
+            for rank in lines[-1]:
+                del left[rank]
         return list(dict.fromkeys(links.among(line) for links in self._groups for line in lines))
