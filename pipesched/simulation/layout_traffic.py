@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from pipesched.simulation.links import Links
-from pipesched.simulation.tensor_layout import Exchange, TensorLayout
+from pipesched.simulation.tensor_layout import LayerExchange, TensorLayout
 from pipesched.simulation.tensor_split import TensorShares, TensorTraffic
 
 __all__ = ["LayoutTraffic"]
 
-#: The methods of `Links` with the times of the kinds of an `Exchange`.
+#: The methods of `Links` with the times of the kinds of an `LayerExchange`.
 _TIMES = {
     "all-reduce": "all_reduce_s",
     "all-gather": "all_gather_s",
@@ -79,7 +79,7 @@ class LayoutTraffic:
         """Return the size of the blocks of all weights of a layer on one rank."""
         return shares.product_weight_bytes / self.num_weights
 
-    def _exchanges(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
+    def _exchanges(self, shares: TensorShares) -> Iterator[tuple[str, int, LayerExchange]]:
         """Yield the action, the number of products and the exchange, in bytes, for the mean first and second product.
 
         W is exchanged along the same axis in both, so all products may have the mean weight.
