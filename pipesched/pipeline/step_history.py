@@ -78,8 +78,9 @@ class StepHistory:
         grid = self._running.host.grid
         if grid.in_one_process:
             return self._traces(tuple(run.spans()) for run in runs), {}
-        self._cost_model.layers = self._running.host.collectives.agreed(self._cost_model.measured)
         gather = self._running.host.collectives.gathered_in_all
+        if not all(gather(self._cost_model.is_agreed)):
+            self._cost_model.agree(self._running.host.collectives.agreed(self._cost_model.measured))
         own = StepTimes.of(runs)
         every, strays = zip(*gather((own.sent, self._strays(runs))), strict=True)
         spans = own.spans(every, [grid.ranks_at(position) for position in range(len(grid.pipeline))])

@@ -177,3 +177,8 @@ def test_a_look_sends_only_the_times_of_actions(ranks: Ranks) -> None:
     assert min(more) > 300
     for rank, sent in enumerate((sum(more), more[1])):
         assert 0 <= many[2][rank] - few[2][rank] - 16 * sent < 32  # longer numbers in the shapes of arrays
+
+
+def test_a_later_look_sends_no_costs_of_layers(ranks: Ranks) -> None:
+    few, many = (ranks.run(2, sent_in_a_look, 4, num_layers) for num_layers in (2, 20))
+    assert few == many
