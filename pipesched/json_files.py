@@ -3,9 +3,10 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
+from functools import cache
 from numbers import Real
 from os import PathLike
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipesched.checks import LARGEST, as_path, check_known, check_number, is_text, is_whole, shown
@@ -129,7 +130,7 @@ def read_fields(
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{has} the fields {', '.join(names)}; got {shown(values)}; save the file again")
     check_known(has, values, names)
-    hints = get_type_hints(kind)
+    hints = _hints(cast("Any", kind))
     arguments = {}
     for field in dataclass_fields:
         name = field.name
@@ -144,6 +145,12 @@ def read_fields(
             if type(number) in (int, float):
                 check_number(number, f"{name} of {what}")
     return made
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Return the types of a dataclass's fields. They are looked up once, because files have many of some kinds."""
+    return MappingProxyType(get_type_hints(kind))
 
 
 def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:

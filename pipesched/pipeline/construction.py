@@ -277,7 +277,7 @@ def start(
         _check_survival(spec, host.grid, programs)
     if spec.wrap is not None or spec.zero == 3 or spec.survives is not None:
         # measure the layers before their weights are sharded, or for the case that rank 0 is lost
-        cost_model.layers = host.collectives.agreed(cost_model.measured)
+        cost_model.agree(host.collectives.agreed(cost_model.measured))
     learn_step_types(host.collectives)
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.adopt_optimizers()

@@ -109,6 +109,7 @@ class CostModel:
         #: Slow device -> the measured factor by which the device is slower than the fastest device.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
+        self._agreed: dict[str, LayerCosts] | None = None  # costs of the layers that all processes have
         self._model = model
         self._loss_fn = loss_fn
         self._guard = guard
@@ -183,6 +184,15 @@ class CostModel:
                     costs, self._loss_fn, self.layered.output(), device, self._intra_op_threads
                 )
         return layers
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all processes have these costs of the layers."""
+        return self.layers is not None and self.layers is self._agreed
+
+    def agree(self, layers: dict[str, LayerCosts]) -> None:
+        """Use costs of the layers that all processes use from now on."""
+        self.layers = self._agreed = layers
 
     def slowness_here(self) -> float:
         """Measure the layers in this process, and return how many times slower it is than the known costs say.

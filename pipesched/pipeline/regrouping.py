@@ -213,7 +213,7 @@ class Regrouping:
             self._slow = dict(cost_model.slow)
         cost_model.slow = {new: self._slow[old] for old, new in numbers.items() if old in self._slow}
         cost_model.regroup(host.grid, self._spec.zero)
-        cost_model.layers = host.collectives.agreed(cost_model.measured)
+        cost_model.agree(host.collectives.agreed(cost_model.measured))
         programs = self._programs(host, work)
         pins = Pins(list(self._spec.layers), None, running.assembly.programs.request.together)
         stage_cut = cost_model.cut_stages(host, pins, programs, None)

@@ -130,7 +130,9 @@ class Replanner:
         found = running.host.collectives.agreed(
             lambda: self._search.find(steps, probed, steps_left, measure=measure, every=every), what
         )
-        self._cost_model.layers, self._cost_model.slow, self._cost_model.overheads = found.layers, found.slow, None
+        if found.layers is not None:
+            self._cost_model.agree(found.layers)
+        self._cost_model.slow, self._cost_model.overheads = found.slow, None
         outcome = partial(Replanned, kept=found.kept, before_s=found.before_s, after_s=found.after_s, noise=found.noise)
         if found.plan is None:
             return outcome(plan=self._plan(), layers=found.moves, moved_bytes=found.moved_bytes, cost_s=found.cost_s)

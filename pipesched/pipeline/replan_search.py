@@ -66,8 +66,8 @@ class FoundPlan:
     noise: float
     #: The predicted time of the move, in seconds.
     cost_s: float
-    #: The corrected costs of the layers.
-    layers: dict[str, LayerCosts]
+    #: The corrected costs of the layers; None if they are those that all processes have.
+    layers: dict[str, LayerCosts] | None
     #: The corrected factors by which devices are slower than the fastest.
     slow: dict[Hashable, float]
 
@@ -203,7 +203,7 @@ class PlanSearch:
             after_s=step_s,
             noise=noise,
             cost_s=0.0,
-            layers=self._cost_model.measured(),
+            layers=None,
             slow=self._cost_model.slow,
         )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from torch import nn
 
@@ -10,8 +9,8 @@ from pipesched.pipeline.cost_model import CostModel
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.planned_rows import clearly_differs
 from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.pipeline.step_times import StepTimes
 from pipesched.planning.plan import Plan
-from pipesched.program.actions import Lane
 from pipesched.runtime.executors.threads import Timeline
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import measured_costs
@@ -78,11 +77,19 @@ class StepHistory:
         runs = runs[1:] if len(runs) > FEWEST else runs
         grid = self._running.host.grid
         if grid.in_one_process:
-            return [self.trace_of([run]) for run in runs], {}
-        self._cost_model.layers = self._running.host.collectives.agreed(self._cost_model.measured)
+            return self._traces(tuple(run.spans()) for run in runs), {}
         gather = self._running.host.collectives.gathered_in_all
-        every, strays = zip(*gather(([tuple(run.spans()) for run in runs], self._strays(runs))), strict=True)
-        return self._joined(every), self._probed(strays)
+        if not all(gather(self._cost_model.is_agreed)):
+            self._cost_model.agree(self._running.host.collectives.agreed(self._cost_model.measured))
+        own = StepTimes.of(runs)
+        every, strays = zip(*gather((own.sent, self._strays(runs))), strict=True)
+        spans = own.spans(every, [grid.ranks_at(position) for position in range(len(grid.pipeline))])
+        return self._traces(spans), self._probed(strays)
+
+    def _traces(self, steps: Iterable[Sequence[Span]]) -> list[Trace]:
+        """Return the traces of steps with these spans."""
+        whole = self.trace_of([])
+        return [replace(whole, spans=spans) for spans in steps]
 
     def _probed(self, strays: Sequence[float | None]) -> dict[Hashable, float]:
         """Return the slowness of the processes that are unclear, given how far each strays. Collective."""
@@ -99,27 +106,14 @@ class StepHistory:
             found[place] = max(slowness[rank], found.get(place, 0.0))
         return found
 
-    def _joined(self, every: Sequence[Sequence[Sequence[Span]]]) -> list[Trace]:
-        """Return one trace for each step, made from the spans of each process in its last steps."""
-        grid = self._running.host.grid
-        slowest = [
-            max(grid.ranks_at(position), key=lambda rank: sum(map(_busy_s, every[rank])))
-            for position in range(len(grid.pipeline))
-        ]
-        count = min(len(own) for own in every)
-        last = [every[rank][len(every[rank]) - count :] for rank in slowest]
-        return [
-            replace(self.trace_of([]), spans=Spans.of(tuple(chain.from_iterable(step))))
-            for step in zip(*last, strict=True)
-        ]
-
     def _strays(self, runs: Iterable[Timeline]) -> float | None:
         """Return how many times longer than expected a stage of this process takes; None if it has no stages."""
         assembly = self._running.assembly
         if not assembly.stages:
             return None
         expected = self._cost_model.expected_costs(assembly.programs, assembly.cut)
-        measured = measured_costs([self.trace_of([run]) for run in runs], assembly.program.num_stages, expected)
+        steps = self._traces(tuple(run.spans()) for run in runs)
+        measured = measured_costs(steps, assembly.program.num_stages, expected)
         work = [(expected.forward_s[own], measured.forward_s[own]) for own in assembly.stages]
         return max((now / due for due, now in work if due), default=1.0)
 
@@ -250,7 +244,3 @@ class StepHistory:
             f"{sizes}, run in an order found for these sizes ({searched} found so far for unequal sizes); the "
             f"prediction is for equal sizes"
         )
-
-
-def _busy_s(spans: Iterable[Span]) -> float:
-    return sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE)

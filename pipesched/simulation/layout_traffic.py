@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from pipesched.simulation.links import Links
-from pipesched.simulation.tensor_layout import Exchange, TensorLayout
+from pipesched.simulation.tensor_layout import LayerExchange, TensorLayout
 from pipesched.simulation.tensor_split import TensorShares, TensorTraffic
 
 __all__ = ["LayoutTraffic"]
 
-#: The methods of `Links` with the times of the kinds of an `Exchange`.
+#: The methods of `Links` with the times of the kinds of a `LayerExchange`.
 _TIMES = {
     "all-reduce": "all_reduce_s",
     "all-gather": "all_gather_s",
@@ -85,7 +85,7 @@ class LayoutTraffic:
         """Return the size of the blocks of the weights of all products of a layer on one rank."""
         return shares.product_weight_bytes / self.num_weights
 
-    def _products(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
+    def _products(self, shares: TensorShares) -> Iterator[tuple[str, int, LayerExchange]]:
         """Yield the action, the number of products and the exchange, in bytes, for the mean first and second product.
 
         W is exchanged along the same axis in both, so all products may have the mean weight.
@@ -99,7 +99,7 @@ class LayoutTraffic:
                 for action, found in self._layout.exchanges_of(x / count, weight, y / count, second=second).items():
                     yield from ((action, count, exchange) for exchange in found)
 
-    def _others(self, shares: TensorShares) -> Iterator[tuple[str, int, Exchange]]:
+    def _others(self, shares: TensorShares) -> Iterator[tuple[str, int, LayerExchange]]:
         """Yield the exchanges of norms, weights that all rows use, and embeddings.
 
         A norm gathers two numbers for each row over the ranks that divide the columns, and sums two in its backward.
@@ -120,8 +120,8 @@ class LayoutTraffic:
             yield "F", 1, self._exchange("reduce-scatter", rows, own)
             yield "I", 1, self._exchange("all-gather", rows, own)
 
-    def _exchange(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> Exchange:
-        return Exchange(kind=kind, axes=axes, ranks=self._layout.length(axes), elements=num_bytes)
+    def _exchange(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> LayerExchange:
+        return LayerExchange(kind=kind, axes=axes, ranks=self._layout.length(axes), elements=num_bytes)
 
     def _slowest_s(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
         ranks = range(self._layout.length(axes))

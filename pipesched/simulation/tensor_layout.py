@@ -25,7 +25,7 @@ from pipesched.checks import is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
 
-__all__ = ["BlockAxes", "Exchange", "LayoutKind", "LinearBlocks", "TensorLayout"]
+__all__ = ["BlockAxes", "LayerExchange", "LayoutKind", "LinearBlocks", "TensorLayout"]
 
 #: How the ranks of a tensor group divide matrices.
 LayoutKind = Literal["1d", "2d", "2.5d", "3d"]
@@ -89,7 +89,7 @@ class LinearBlocks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class LayerExchange:
     """A collective of a layer.
 
     Attributes:
@@ -279,7 +279,7 @@ class TensorLayout:
             summed_weight="depth" if deep else None,
         )
 
-    def exchanges(self, rows: float, inputs: float, outputs: float, *, second: bool) -> dict[str, list[Exchange]]:
+    def exchanges(self, rows: float, inputs: float, outputs: float, *, second: bool) -> dict[str, list[LayerExchange]]:
         """Return the collectives of a linear layer without bias in its actions: "F", "I" and "W".
 
         For products of M x K and K x N, a rank receives these elements in a forward:
@@ -304,7 +304,7 @@ class TensorLayout:
         """
         return self.exchanges_of(rows * inputs, inputs * outputs, rows * outputs, second=second)
 
-    def exchanges_of(self, x: float, weight: float, y: float, *, second: bool) -> dict[str, list[Exchange]]:
+    def exchanges_of(self, x: float, weight: float, y: float, *, second: bool) -> dict[str, list[LayerExchange]]:
         """Return the collectives of a linear layer, as `exchanges` does.
 
         Args:
@@ -317,7 +317,7 @@ class TensorLayout:
         blocks = self.linear(second=second)
         if blocks.panels:
             return self._panels(blocks, x, weight)
-        found: dict[str, list[Exchange]] = {"F": [], "I": [], "W": []}
+        found: dict[str, list[LayerExchange]] = {"F": [], "I": [], "W": []}
         if blocks.summed_y:
             found["F"].append(self._exchange("all-reduce", blocks.summed_y, y))
         if blocks.copied_x:
@@ -330,7 +330,7 @@ class TensorLayout:
                     found[action].append(self._exchange(kind, axis, size * self.length([axis]) / self.size))
         return found
 
-    def _panels(self, blocks: LinearBlocks, x: float, weight: float) -> dict[str, list[Exchange]]:
+    def _panels(self, blocks: LinearBlocks, x: float, weight: float) -> dict[str, list[LayerExchange]]:
         """Return the collectives of SUMMA. Each of q steps broadcasts a panel of X or W, and may reduce another."""
         assert blocks.gathered_x is not None
         assert blocks.gathered_weight is not None
@@ -347,8 +347,8 @@ class TensorLayout:
             found["W"].append(exchange("all-reduce", blocks.summed_weight, own_weight))
         return found
 
-    def _exchange(self, kind: str, axis: Axis, elements: float, times: int = 1) -> Exchange:
-        return Exchange(kind=kind, axes=(axis,), ranks=self.length([axis]), elements=elements, times=times)
+    def _exchange(self, kind: str, axis: Axis, elements: float, times: int = 1) -> LayerExchange:
+        return LayerExchange(kind=kind, axes=(axis,), ranks=self.length([axis]), elements=elements, times=times)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""

@@ -82,7 +82,7 @@ class Spans(Sequence[Span]):
         return cls(Columns.of(span.action for span in spans), rank, *times)
 
     @classmethod
-    def of_program(cls, orders: Orders, starts: list[Any], ends: list[Any]) -> "Spans":
+    def of_program(cls, orders: Orders, starts: list[Any] | Times, ends: list[Any] | Times) -> "Spans":
         """Return a span for each action of a program, in the order of its rows.
 
         The actions of an overlapping pair are separate spans with overlapping times.
@@ -126,9 +126,9 @@ class Spans(Sequence[Span]):
         return hash(self.columns)
 
 
-def _times(values: list[Any]) -> Times:
+def _times(values: list[Any] | Times) -> Times:
     """Return times as an array. Its dtype is float, integer or, for other types such as Fraction, object."""
-    array = np.asarray(values) if values else np.zeros(0)
+    array = np.asarray(values) if len(values) else np.zeros(0)
     if array.dtype.kind in "fi":
         return array
     exact = np.empty(len(values), object)

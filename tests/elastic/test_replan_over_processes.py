@@ -1,6 +1,7 @@
 """Over processes, a run under changing plans has the bits of a run that never changes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import distributed, nn
 
 from pipesched import Distributed, Pipeline
 from pipesched.errors import InputError
+from pipesched.runtime.transport.message_layout import MessageLayout
 from tests.support import resumed_runs as runs
+from tests.support.call_count import calls
 from tests.support.jobs import replanning as jobs
 from tests.support.models import assert_equal_bits
 from tests.support.rank_processes import Ranks
@@ -138,3 +141,44 @@ def test_the_measured_steps_are_those_that_ran(ranks: Ranks) -> None:
         assert len(times) == 4  # the first is warm-up
         assert all(seconds >= 0.01 * step for step, seconds in enumerate(times, 1))
         assert len({*times}) == 4
+
+
+def sent_in_a_look(group, num_microbatches: int, num_layers: int) -> tuple[int, int, int]:
+    """Return how many actions this process has measured, and how many values and bytes it sends of them."""
+    mesh = distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    choices = {"schedule": "1f1b", "num_microbatches": num_microbatches, "loss_fn": nn.functional.mse_loss}
+    x = torch.ones(num_microbatches, 4)
+    size = 0
+    write = MessageLayout.written
+
+    def written(layout: MessageLayout) -> bytes:
+        nonlocal size
+        data = write(layout)
+        size += len(data)
+        return data
+
+    layers = [nn.Linear(4, 4) for _ in range(num_layers)]
+    with Pipeline(nn.Sequential(*layers), x[:1], mesh=mesh, **choices) as pipe:
+        for _ in range(4):
+            pipe.step(x, target=x).item()
+        pipe._history.gather_steps()  # measures the layers, and sends their costs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MessageLayout, "written", written)
+            seen = calls(pipe._history.gather_steps)
+        encoded = {name: count for (file, name), count in seen.items() if Path(file).name == "encoding.py"}
+        return sum(len(list(run.spans())) for run in list(pipe._running.runs)[1:]), encoded["_write"], size
+
+
+def test_a_look_sends_only_the_times_of_actions(ranks: Ranks) -> None:
+    """Not one value for each action, but 16 bytes. Rank 1 sends those of its actions, and rank 0 those of all."""
+    few, many = (list(zip(*ranks.run(2, sent_in_a_look, count, 2), strict=True)) for count in (4, 40))
+    assert few[1] == many[1]
+    more = [many_actions - few_actions for few_actions, many_actions in zip(few[0], many[0], strict=True)]
+    assert min(more) > 300
+    for rank, sent in enumerate((sum(more), more[1])):
+        assert 0 <= many[2][rank] - few[2][rank] - 16 * sent < 32  # longer numbers in the shapes of arrays
+
+
+def test_a_later_look_sends_no_costs_of_layers(ranks: Ranks) -> None:
+    few, many = (ranks.run(2, sent_in_a_look, 4, num_layers) for num_layers in (2, 20))
+    assert few == many

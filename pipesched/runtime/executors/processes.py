@@ -121,8 +121,8 @@ class ProcessExecutor:
     def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable], values: bytes) -> RankTimeline:
         program = run_spec.program
         wire = self.connected.wire()
-        order = self._own_order(program.orders if run_spec.orders is None else run_spec.orders)
-        messages = self._messages_of(program, order)
+        orders = program.orders if run_spec.orders is None else run_spec.orders
+        messages = self._messages_of(program, self._own_order(orders))
         keys, batch, shapes = messages.keys(looks, caller.grad)
         step = digest(b"%d %s" % (self._steps, self._activity.method.encode()))
         identity = self._agreed(program) + batch + step + digest(values)
@@ -132,7 +132,7 @@ class ProcessExecutor:
         run_spec.prepare(caller)
         start_s = time.perf_counter()
         self._streams.begin()
-        return self._run_order(self._rank_of(run_spec, messages), order, caller, start_s, program)
+        return self._run_order(self._rank_of(run_spec, messages), orders, caller, start_s, program)
 
     def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
         """Return the order of this rank; empty if the rank holds no stages."""
@@ -165,13 +165,13 @@ class ProcessExecutor:
             self._streams.begin()
             return run
 
-    def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
+    def continue_run(self, run: RankRun, orders: Sequence[tuple[Action, ...]]) -> RankTimeline:
         """Run the next part of a stream, and return its timeline."""
         with self.connected.alone("a step"):
             run.failed = True
-            messages = OrderMessages(run.run_spec.program, order, self._grid.pipeline)
+            messages = OrderMessages(run.run_spec.program, self._own_order(orders), self._grid.pipeline)
             self.connected.wire().extend(messages.repeated(run.run_spec.period))
-            timeline = self._run_order(run.rank, order, run.caller, run.began_s, run.run_spec.program)
+            timeline = self._run_order(run.rank, orders, run.caller, run.began_s, run.run_spec.program)
             run.failed = False
             return timeline
 
@@ -179,12 +179,17 @@ class ProcessExecutor:
         run.run_spec.finish(run.failed)
 
     def _run_order(
-        self, rank: BoundRank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
+        self,
+        rank: BoundRank,
+        orders: Sequence[tuple[Action, ...]],
+        caller: Caller,
+        start_s: float,
+        program: Program,
     ) -> RankTimeline:
         self._streams.follow()
         if self.connected.links is not None:
             self.connected.links.begin()
-        stamps = Stamps.room_for(order)
+        stamps = Stamps.room_for(self._own_order(orders))
         grid = self._grid
         self._activity.run(stamps, [grid.pipeline[rank] for rank in program.placement])
         try:
@@ -195,7 +200,8 @@ class ProcessExecutor:
             self._streams.end()
         size = len(grid.pipeline)
         all_stamps = [stamps if index == grid.position else Stamps.room_for(()) for index in range(size)]
-        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self.connected.time_offset_s)
+        began_s = start_s + self.connected.time_offset_s
+        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, began_s, orders)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> BoundRank:
         """Return the Rank for a run's stages.

@@ -4,6 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipesched.program.actions import Action
 from pipesched.runtime.executors.interpreter import BoundRank
 from pipesched.runtime.executors.threads import RunSpec, Timeline
@@ -14,9 +17,17 @@ __all__ = ["RankRun", "RankTimeline"]
 
 @dataclass(frozen=True)
 class RankTimeline(Timeline):
-    """The time stamps of one rank's run. ``began_s`` is the start of the run in seconds, on rank 0's clock."""
+    """The time stamps of one rank's run.
+
+    ``began_s`` is the start of the run in seconds, on rank 0's clock. ``orders`` has the actions that each rank ran.
+    """
 
     began_s: float
+    orders: Sequence[tuple[Action, ...]]
+
+    def times(self) -> NDArray[np.float64]:
+        """Return a row for each action of this rank: its start and its end, in seconds since the run began."""
+        return np.array([(span.start_s, span.end_s) for span in self.spans()], np.float64).reshape(-1, 2)
 
 
 class RankRun:
@@ -32,7 +43,7 @@ class RankRun:
         run_spec: RunSpec,
         caller: Caller,
         rank: BoundRank,
-        run_part: "Callable[[RankRun, tuple[Action, ...]], RankTimeline]",
+        run_part: "Callable[[RankRun, Sequence[tuple[Action, ...]]], RankTimeline]",
         leave: Callable[[str], None],
     ) -> None:
         self.run_spec = run_spec
@@ -45,8 +56,7 @@ class RankRun:
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> RankTimeline:
         """Run the next part of this rank's order. Raises the same errors as ``ProcessExecutor.run``."""
-        rank = self.rank.index
-        return self._run_part(self, orders[rank] if rank < len(orders) else ())
+        return self._run_part(self, orders)
 
     def finish(self, part: RankTimeline) -> RankTimeline:
         """Return the timeline unchanged: ``hand`` has already run the part."""

@@ -77,8 +77,9 @@ class Exchange:
         """
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
         takes = {source: self.wire.ask(self.members[source], tag) for source in sorted(sources)}
+        payloads = {id(value): Payload.of(value) for value in {id(own): own for own in given.values()}.values()}
         for member, value in given.items():
-            self.wire.tell(self.members[member], tag, Payload.of(value))
+            self.wire.tell(self.members[member], tag, payloads[id(value)])
         return {source: take().value for source, take in takes.items()}
 
     def trade_once(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
