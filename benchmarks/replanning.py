@@ -78,6 +78,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.pipe.parameters())
         self.data = batches(width)
         self.ranks = 1
+        gc.collect()  # of the many objects that the import of AdamW has made, which are no part of a change
 
     def step(self) -> float:
         """Run a step, and return its loss."""
