@@ -31,6 +31,7 @@ def test_split_layers_train_as_one_process_with_the_same_bits_for_every_schedule
         first = found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_of_split_layers_train_as_one_process(eight: Ranks, zero: int, inputs: str) -> None:
