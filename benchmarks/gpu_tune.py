@@ -136,6 +136,7 @@ def main() -> None:
         loss_fn=loss_fn,
         target=y[:4],
         all_ranks=True,
+        effort=30_000 if args.tiny else None,
     )
     print(f"tune took {time.perf_counter() - begin_s:.1f} s\n\n{plan.explain()}", flush=True)
     show_trials(plan, Figures(args.figures))

@@ -123,7 +123,9 @@ class Wire:
 
     def ask(self, rank: int, tag: int) -> Callable[[], Any]:
         def take() -> Any:
-            world, queue = self._world, self._world.queues[rank, self._rank, tag]
+            world = self._world
+            with world.changed:  # or this thread and the sender may each make a queue, and one of the two is lost
+                queue = world.queues[rank, self._rank, tag]
             world.count_message(self._rank)
             try:
                 world.wait(lambda: bool(queue), lambda: rank in world.silent)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.support.rank_processes import FORKED, PRELOADED
+from tests.support.rank_processes import FORKED, preload
 
-FORKED.set_forkserver_preload([*PRELOADED, "tests.hf.jobs"])  # importing transformers takes seconds
+preload("tests.hf.jobs")  # importing transformers takes seconds
 
 
 def in_processes(count: int, job: Callable[..., Any], *args: Any, timeout_s: float = 100) -> list[Any]:

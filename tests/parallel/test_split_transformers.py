@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.rank_processes import Ranks
+from tests.support.rank_processes import Ranks, preload
 
 pytestmark = pytest.mark.timeout(180)
 pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
+preload("tests.support.divided_transformers")  # importing transformers takes seconds
 
 
 def saved(group: Any, *args: Any) -> Any:

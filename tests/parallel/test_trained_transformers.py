@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.jobs import trained_transformers as jobs
 from tests.support.jobs.trained_transformers import Case, largest_difference
-from tests.support.rank_processes import Ranks
+from tests.support.rank_processes import Ranks, preload
 
 pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
+preload("tests.support.divided_transformers")  # importing transformers takes seconds
 
 LIMIT = 1e-5
 CASES = [

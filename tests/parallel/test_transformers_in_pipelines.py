@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests.support.rank_processes import preload
+
+preload("tests.support.divided_transformers")  # importing transformers takes seconds
+
 
 def job(process_group, *args):
     from tests.support.jobs.divided_transformers import Training, difference
@@ -20,6 +24,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_models_train_as_in_one_process(four, case):
     """With dropout, clipping, padding, uneven labels of -100 and tied heads."""

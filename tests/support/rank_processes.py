@@ -5,15 +5,18 @@ They are forked from a server that has imported torch once, so starting them tak
 
 import datetime
 import gc
+import math
 import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.quick_measurements import measure_quickly
 from tests.support.quick_searches import search_quickly
@@ -30,8 +33,14 @@ PRELOADED = [
 FORKED.set_forkserver_preload(PRELOADED)
 
 
+def preload(*modules: str) -> None:
+    """Import modules once, in the server, instead of in each process. Call this while tests are collected."""
+    PRELOADED.extend(module for module in modules if module not in PRELOADED)
+    FORKED.set_forkserver_preload(PRELOADED)
+
+
 class Ranks:
-    """``count`` processes, with a group for each number of ranks from 1 to ``count``.
+    """``count`` processes, with a group for each number of ranks that jobs ask for.
 
     Args:
         count: the number of processes.
@@ -48,6 +57,7 @@ class Ranks:
         count = self._count
         self._store = distributed.TCPStore("127.0.0.1", 0, None, True, MINUTE, wait_for_workers=False)  # a free port
         self._pipes, self.processes = [], []
+        self._sizes: set[int] = set()  # those of the groups that have been made
         for rank in range(count):
             here, there = FORKED.Pipe()
             args = there, rank, count, self._store.port, self._begin
@@ -70,6 +80,10 @@ class Ranks:
         if not all(process.is_alive() for process in self.processes):
             self.close()
             self._start()
+        if count not in self._sizes:
+            self._sizes.add(count)
+            for pipe in self._pipes:
+                pipe.send((count, None, ()))  # all processes make the group
         for pipe in self._pipes[:count]:
             pipe.send((count, job, args))
         end_s = time.monotonic() + timeout_s
@@ -97,6 +111,15 @@ class Ranks:
             process.join()
 
 
+@cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of the first processes. All processes must call this; later jobs get the same mesh.
+
+    A new mesh would have new process groups, whose threads would stay until the process ends.
+    """
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
+
+
 def _over_gloo(rank: int) -> str:
     return "gloo"
 
@@ -108,16 +131,21 @@ def _serve(pipe: Any, rank: int, count: int, port: int, begin: Callable[[int], s
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
     distributed.init_process_group(begin(rank), store=store, rank=rank, world_size=count, timeout=MINUTE)
-    groups = {size: distributed.new_group(list(range(size))) for size in range(1, count + 1)}
+    groups: dict[int, Any] = {}
     pipe.send(True)
     while True:
         try:
             size, job, args = pipe.recv()
         except EOFError:
             os._exit(0)
+        if job is None:
+            groups[size] = distributed.new_group(list(range(size)))
+            continue
         torch.manual_seed(0)  # a job's random numbers do not depend on the jobs before it
         try:
             answer = True, job(groups[size], *args)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
+        del answer, job, args
+        gc.collect()  # ends the threads of process groups that nothing refers to, which wake up 100 times a second

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import pipesched
 from pipesched import Distributed, Link, Links
 from pipesched.testing import reference_step
+from tests.support import rank_processes
 from tests.support.jobs.replicas import pipeline, plain_batch, plain_model
 
 ROWS, SEED = 16, 3
@@ -27,7 +27,7 @@ def runs_a_plan(group: Any, zero: int) -> tuple[dict[str, int], int]:
     torch.distributed.broadcast_object_list(found, group=group)
     plan = found[0]
     assert plan.replication is not None
-    mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    mesh = rank_processes.mesh_of(tuple(plan.mesh.values()), tuple(plan.mesh))
     rows = slice(ROWS // 2 * mesh.get_local_rank("dp"), ROWS // 2 * (mesh.get_local_rank("dp") + 1))
     expected = plain_model()
     theirs = torch.optim.SGD(expected.parameters(), lr=0.1)

@@ -4,10 +4,10 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from pipesched import Distributed, Numerics, Pipeline
 from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support import rank_processes
 from tests.support.divided_transformers import LENGTH, MODELS, VOCABULARY
 
 ROWS, MICROBATCHES, SEED, CLIP = 8, 4, 3, 0.5
@@ -57,7 +57,7 @@ def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
 
 def trained(group: Any, case: Training) -> list[float]:
     """Train over stages and tensor ranks, and return the losses."""
-    mesh = init_device_mesh("cpu", (1, case.num_stages, case.size), mesh_dim_names=("dp", "pp", "tp"))
+    mesh = rank_processes.mesh_of((1, case.num_stages, case.size), ("dp", "pp", "tp"))
     sample = {key: value[: ROWS // MICROBATCHES] for key, value in batch_of(case, 0).items()}
     with warnings.catch_warnings(action="ignore"):
         pipe = Pipeline(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched import Distributed, Pipeline, Search, probe_links
 from pipesched.profiling.link_probe import measure_links
@@ -20,6 +20,7 @@ from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.transport.ports import Ports
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Overheads
+from tests.support import rank_processes
 
 
 class Delivery:
@@ -96,7 +97,7 @@ def overheads(group: Any) -> Overheads:
 
 def collectives(group: Any, slow_s: float) -> tuple[Links, dict[str, float]]:
     """Measure links of 2 x 2 ranks with slowed all-gathers. Return the links and the predicted times of the REDUCEs."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = rank_processes.mesh_of((2, 2), ("dp", "pp"))
     gather = replica_sum._all_gather
 
     def slowly(*given: Any, **options: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -15,6 +15,7 @@ import pipesched
 from pipesched import Distributed, Pipeline
 from pipesched.runtime.rank_grid import grid_of
 from pipesched.testing import reference_step
+from tests.support import rank_processes
 
 SEED, ROWS, MICROBATCHES, STEPS, WIDTH = 3, 16, 8, 2, 8
 #: Name of a parameter -> its value, and its gradient or None.
@@ -22,7 +23,7 @@ State = dict[str, tuple[Tensor, Tensor | None]]
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] = ("dp", "pp", "tp")) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return rank_processes.mesh_of(shape, names)
 
 
 def sgd(parameters: list[Any]) -> torch.optim.Optimizer:

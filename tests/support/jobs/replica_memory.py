@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
@@ -17,6 +17,7 @@ from pipesched.errors import PipeschedError
 from pipesched.runtime.reductions import replica_sum
 from pipesched.simulation.memory import RankMemory
 from pipesched.testing import MemoryMeter
+from tests.support import rank_processes
 from tests.support.models import TransformerBlock
 
 WORDS, MICROBATCHES = 48, 4
@@ -140,7 +141,7 @@ def pipeline(mesh: DeviceMesh, case: Case, **options: Any) -> Pipeline:
 
 def compare(group: Any, case: Case) -> Held:
     """Train for two steps; the bytes of this rank in the second step."""
-    mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
+    mesh = rank_processes.mesh_of(case.dims, ("dp", "pp"))
     x = batch(case.shape)
     with pipeline(mesh, case) as pipe, MemoryMeter(pipe) as meter:
         rank = mesh.get_local_rank("pp")
@@ -158,7 +159,7 @@ def compare(group: Any, case: Case) -> Held:
 
 def searched(group: Any, case: Case) -> float:
     """Return a plan's memory as the search computes it, divided by the memory that the pipeline predicts."""
-    mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
+    mesh = rank_processes.mesh_of(case.dims, ("dp", "pp"))
     with pipeline(mesh, case) as pipe:
         predicted = max(own.total_bytes for own in pipe.predicted_memory)
     with pytest.raises(PipeschedError) as caught:

@@ -17,6 +17,7 @@ from pipesched import Distributed, Numerics, Pipeline, StepLog
 from pipesched.errors import PipeschedError
 from pipesched.runtime.rank_grid import grid_of
 from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support import rank_processes
 from tests.support.added_losses import Experts
 
 ROWS, MICROBATCHES, STEPS, SEED = 16, 8, 2, 3  # ROWS and MICROBATCHES count those of all replicas together
@@ -114,7 +115,7 @@ class Trained(NamedTuple):
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] = ("dp", "pp")) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return rank_processes.mesh_of(shape, names)
 
 
 def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
@@ -548,7 +549,9 @@ def grids(group: Any) -> dict[str, Any]:
 def trained_on_part(group: Any, case: Case) -> Trained | str:
     """Train on the dimensions "dp" and "pp" of a larger mesh, or return why this mesh is refused."""
     names = ("dp", "pp", "tp")
-    mesh = mesh_of((*case.mesh, 2), names)["dp", "pp"]
+    for count in (1, 2, 3):
+        distributed.new_group(list(range(count)))  # so that the processes are in different numbers of groups
+    mesh = init_device_mesh("cpu", (*case.mesh, 2), mesh_dim_names=names)["dp", "pp"]
     try:
         grid_of(mesh, None, 1.0)
     except PipeschedError as error:
@@ -558,7 +561,7 @@ def trained_on_part(group: Any, case: Case) -> Trained | str:
 
 def counts_groups_apart(group: Any) -> str:
     """Return why a part of a mesh is refused after half of the processes have made groups on their own."""
-    mesh = mesh_of((1, 2, 2), ("dp", "pp", "tp"))["dp", "pp"]
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "tp"))["dp", "pp"]
     alone = partial(distributed.new_group, [group.rank()], use_local_synchronization=True)
     if group.rank() < 2:
         alone()

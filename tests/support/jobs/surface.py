@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
@@ -18,6 +18,7 @@ from pipesched import Distributed, Numerics, Pipeline, Program, Search, schedule
 from pipesched.errors import ExecutionError, PipeschedError
 from pipesched.runtime.transport.channels import _HEADER, SHARE
 from pipesched.testing import reference_step
+from tests.support import rank_processes
 from tests.support.models import mixed_model
 from tests.support.places import mesh_of
 
@@ -365,7 +366,7 @@ def replicas(group: Any, names: list[str]) -> float:
 
     Checks that losses and weights equal those of a model that is trained on all rows. Returns the last loss.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = rank_processes.mesh_of((2, 2), ("dp", "pp"))
     own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
     x, y = X[:16], X[:16].flip(1)
     expected, models = plain_model(), [plain_model() for _ in names]
@@ -407,7 +408,7 @@ def replicas(group: Any, names: list[str]) -> float:
 
 def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
     """Check a pipeline whose layers are tensor-parallel over the other mesh dimension, so parameters are DTensors."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = rank_processes.mesh_of((2, 2), ("pp", "tp"))
     expected = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)))
     for parameter in expected.parameters():
         distributed.broadcast(parameter.data, 0)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline
@@ -31,6 +30,7 @@ from tests.support.jobs.tensor_parallel import (
     said,
     sgd,
 )
+from tests.support.rank_processes import mesh_of
 
 MICROBATCHES = 4
 GRID = {"0": "begin", "*.norm": "norm", **SPLIT, "5": "end"}
@@ -42,7 +42,7 @@ def model_of(dtype: torch.dtype) -> nn.Sequential:
 
 
 def pipeline(shape: tuple[int, int, int], layout: str, schedule: str, dtype: torch.dtype, **options: Any) -> Pipeline:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp", "tp"))
+    mesh = mesh_of(shape, ("dp", "pp", "tp"))
     x, _ = batch_of(dtype)
     given = {"timeout": 20, "tensor_parallel": GRID, "tensor_layout": layout} | options.pop("distributed", {})
     with warnings.catch_warnings(action="ignore"):

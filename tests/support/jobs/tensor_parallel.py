@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Distributed, Link, Links, Numerics, Pipeline, Search
+from pipesched import Distributed, Link, Links, Numerics, Pipeline, Search, schedules
 from pipesched.parallel import Block as EncoderBlock
 from pipesched.parallel import Column, Row
 from pipesched.program.actions import Kind
 from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support import rank_processes
+from tests.support.places import even_boundaries
 
 SEED, ROWS, LENGTH, STEPS, WIDTH = 3, 32, 16, 3, 96  # so large that the W of a linear layer pays
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # their results depend on the cut
@@ -50,7 +52,7 @@ class Case(NamedTuple):
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp", "tp"))
+    return rank_processes.mesh_of(shape, ("dp", "pp", "tp"))
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -64,17 +66,23 @@ def batch_of(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def boundaries_of(case: Case, num_layers: int = 4) -> list[int]:
+    return even_boundaries(num_layers, case.mesh[1] * schedules.get(case.schedule).chunks_per_rank)
+
+
 def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def pipeline(case: Case, **options: Any) -> Pipeline:
     mesh = options.pop("mesh") if "mesh" in options else mesh_of(case.mesh)
+    model = options.pop("model", None) or model_of(case.dtype)
     x, _ = batch_of(case.dtype)
     given = {"timeout": 20, "inputs": case.inputs, "zero": case.zero, "tensor_parallel": SPLIT}
     named: dict[str, Any] = {
         "loss_fn": functional.mse_loss,
         "schedule": case.schedule,
+        "boundaries": None if "plan" in options else boundaries_of(case, len(model)),  # so that no layer is measured
         "num_microbatches": case.num_microbatches,
         "seed": SEED,
         "optimizer": sgd,
@@ -82,7 +90,7 @@ def pipeline(case: Case, **options: Any) -> Pipeline:
         "distributed": Distributed(**given | options.pop("distributed", {})),
     }
     with warnings.catch_warnings(action="ignore"):
-        return Pipeline(options.pop("model", None) or model_of(case.dtype), x[:4], mesh=mesh, **named | options)
+        return Pipeline(model, x[:4], mesh=mesh, **named | options)
 
 
 def step(pipe: Pipeline, case: Case, **wanted: Any) -> Any:
@@ -204,24 +212,24 @@ def in_one_process(case: Case) -> list[float]:
             loss_fn=functional.mse_loss,
             devices=["cpu"] * case.mesh[1],
             schedule=case.schedule,
-            boundaries=[2] if case.schedule in ASYNCHRONOUS else None,
+            boundaries=boundaries_of(case),
             num_microbatches=case.num_microbatches,
             seed=SEED,
             optimizer=sgd,
         ) as pipe,
     ):
-        losses = [float(step(pipe, case)) for _ in range(STEPS)]
+        x, y = batch_of(case.dtype)
+        losses = [float(pipe.step(x, target=y)) for _ in range(STEPS)]
         last = pipe.flush()
         return losses if last is None else [*losses, float(last)]
 
 
-def of_schedule(group: Any, case: Case) -> tuple[list[float], list[float]]:
-    """Return the losses of split layers, and those of whole layers in one process."""
-    with pipeline(case, boundaries=[2] if case.schedule in ASYNCHRONOUS else None) as pipe:
+def of_schedule(group: Any, case: Case) -> list[float]:
+    """Return the losses of split layers."""
+    with pipeline(case) as pipe:
         losses = [float(step(pipe, case)) for _ in range(STEPS)]
         last = pipe.flush()
-        losses = losses if last is None else [*losses, float(last)]
-    return losses, in_one_process(case)
+        return losses if last is None else [*losses, float(last)]
 
 
 def gradients(group: Any, case: Case) -> tuple[float, float]:
@@ -253,7 +261,7 @@ def refused(group: Any) -> dict[str, str]:
         "wrap=": said(lambda: pipeline(case, wrap=lambda module, stage: module)),
         "compile=": said(lambda: pipeline(case, compile=True)),
         "devices=": said(lambda: pipeline(case, mesh=None, devices=["cpu", "cpu"], distributed={"timeout": None})),
-        "no axis": said(lambda: pipeline(case, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")))),
+        "no axis": said(lambda: pipeline(case, mesh=rank_processes.mesh_of((2, 2), ("dp", "pp")))),
     }
     for name, options in distributed_options.items():
         found[name] = said(lambda options=options: Distributed(**options) and pipeline(case, distributed=options))
@@ -410,23 +418,30 @@ OF_SEQUENCE: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def by_sequence(group: Any, where: str, schedule: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
-    """Return the losses and norms of split layers with sequence parallelism, and those of a plain loop."""
+def by_sequence(group: Any, where: str, schedule: str, dtype: torch.dtype) -> list[float]:
+    """Return the losses and norms of split layers with sequence parallelism."""
     make, styles = OF_SEQUENCE[where]
     case = Case(schedule=schedule, dtype=dtype)
     found: list[float] = []
-    with pipeline(case, model=make(dtype), distributed={"tensor_parallel": styles}) as pipe:
-        for _ in range(STEPS):
+    options = {"distributed": {"tensor_parallel": styles}, "num_microbatches": 4}
+    with pipeline(case, model=make(dtype), **options) as pipe:
+        for _ in range(2):
             found.append(float(step(pipe, case)))
             assert pipe.grad_norm is not None
             found.append(float(pipe.grad_norm))
+    return found
+
+
+def whole_by_sequence(where: str, dtype: torch.dtype) -> list[float]:
+    """Return the losses and norms of whole layers in a plain loop."""
+    make, _ = OF_SEQUENCE[where]
     x, y = batch_of(dtype)
     model, due = make(dtype), []
     optimizer = sgd(list(model.parameters()))
-    for number in range(STEPS):
-        shape = {"num_microbatches": case.num_microbatches, "seed": SEED, "step": number}
+    for number in range(2):
+        shape = {"num_microbatches": 4, "seed": SEED, "step": number}
         due.append(float(reference_step(model, x, loss_fn=functional.mse_loss, target=y, **shape)))
         due.append(float(clip_grad_norm_(list(model.parameters()), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    return found, due
+    return due

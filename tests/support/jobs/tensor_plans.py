@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import pipesched
 from pipesched import Link, Links, Plan, Profile
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
+from tests.support import rank_processes
 from tests.support.jobs.tensor_parallel import LENGTH, ROWS, SEED, WIDTH, Case, batch_of, mesh_of, model_of, pipeline
 
 STEPS = 2
@@ -44,7 +44,7 @@ def runs_a_plan(group: Any) -> tuple[dict[str, int], list[float]]:
     """Train with a plan for two stages of two ranks each. Return its mesh and the differences of the losses."""
     plan = found_plan(group, pipeline=2, replicate=1, tensor=2)
     assert plan.mesh is not None
-    mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    mesh = rank_processes.mesh_of(tuple(plan.mesh.values()), tuple(plan.mesh))
     x, y = batch_of()
     expected, differences = model_of(), []
     theirs = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from pipesched import Distributed, Numerics, Pipeline, with_master_weights
 from pipesched.errors import PipeschedError
 from pipesched.testing import MemoryMeter, clip_grad_norm_, reference_step
+from tests.support import rank_processes
 
 ROWS, MICROBATCHES, VOCABULARY, WIDTH = 16, 8, 96, 64
 
@@ -116,7 +116,7 @@ class Case(NamedTuple):
 
 def made(group: Any, dims: tuple[int, int], model: nn.Module, **options: Any) -> tuple[Pipeline, int]:
     """Return a pipeline over a mesh of replicas and ranks, and the number of this process's replica."""
-    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp", "pp"))
+    mesh = rank_processes.mesh_of(dims, ("dp", "pp"))
     chosen: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(),  # micro-batches are weighted by their number of labels
         "schedule": "1f1b",
@@ -191,7 +191,7 @@ def measure(group: Any, dims: tuple[int, int], zero: int) -> Held:
     count = 4 * dims[1]
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(count)])
     x, y = torch.randn(2, 4, 256)
-    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp", "pp"))
+    mesh = rank_processes.mesh_of(dims, ("dp", "pp"))
     pipe = Pipeline(
         model,
         x[:2],
