@@ -78,6 +78,19 @@ class Grid(Protocol):
         """Return how activations are divided whose hidden units or heads lie in the dimension ``hidden``."""
 
 
+class Trace(Protocol):
+    """Follows which activations are divided."""
+
+    def note(self, tensor: Any, layout: ActivationLayout, name: str) -> None:
+        """Note the layout of the output of the layer ``name``."""
+
+    def expect(self, tensor: Tensor, layout: ActivationLayout, name: str) -> None:
+        """Raise InputError if the input of the layer ``name`` has another layout than it expects."""
+
+    def expect_logits(self, *outputs: Any) -> None:
+        """Raise InputError if none of the tensors are logits as `VocabularyCrossEntropy` takes them."""
+
+
 @dataclass
 class _Solo:
     """Whether the collectives of a tensor group and of its parts exchange nothing, and how long they take then."""
@@ -101,6 +114,7 @@ class TensorGroup:
         sequence_dim: the dimension of activations that numbers the positions of a sequence.
         job: the tensor groups of all processes of the job; None if this is the only one.
         grid: the grid of the ranks, if layers are split in more than one dimension; else None.
+        trace: follows which activations are divided; None most of the time.
 
     """
 
@@ -123,6 +137,7 @@ class TensorGroup:
         self.shared: tuple[Tensor, int, Tensor] | None = None
         self._layout = ActivationLayout.WHOLE
         self.grid: Grid | None = None
+        self.trace: Trace | None = None
         self.job: JobGroups | None = None
         self.process_group = process_group
         self._name = ""
@@ -175,6 +190,18 @@ class TensorGroup:
         self._layout = layout
         if layout is not ActivationLayout.DIVIDED:
             self.shared = None
+
+    def expect(self, tensor: Tensor, layout: ActivationLayout, name: str) -> None:
+        """Raise InputError if a trace shows that the input of the layer ``name`` has another layout."""
+        if self.trace is not None:
+            self.trace.expect(tensor, layout, name)
+
+    def returns(self, tensor: Tensor, layout: ActivationLayout, name: str = "") -> Tensor:
+        """Return the output of the layer ``name``, after which activations have this layout."""
+        self.layout = layout
+        if self.trace is not None:
+            self.trace.note(tensor, layout, name)
+        return tensor
 
     @property
     def is_alone(self) -> bool:

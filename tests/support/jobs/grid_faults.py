@@ -1,0 +1,48 @@
+"""Jobs of the tests of grids that refuse what they would compute wrongly."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from pipesched import Distributed, Pipeline
+from pipesched.parallel import VocabularyCrossEntropy
+from tests.support.jobs.tensor_parallel import said
+
+WIDTH = 16
+
+
+def _linears(count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Identity(), *(nn.Linear(WIDTH, WIDTH) for _ in range(count)), nn.Identity())
+
+
+def pipeline(model: nn.Module, styles: Any, layout: Any, loss_fn: Any, **options: Any) -> Pipeline:
+    """Return a pipeline of one stage on four ranks."""
+    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp", "pp", "tp"))
+    given = {"timeout": 20, "tensor_parallel": styles, "tensor_layout": layout} | options.pop("distributed", {})
+    named: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 2, "seed": 3, "sample": torch.zeros(8, WIDTH)}
+    named |= options
+    with warnings.catch_warnings(action="ignore"):
+        return Pipeline(
+            model, named.pop("sample"), mesh=mesh, loss_fn=loss_fn, distributed=Distributed(**given), **named
+        )
+
+
+def refused(group: Any) -> dict[str, str]:
+    """Return the errors of models whose outputs and losses do not fit the blocks; "" if a pipeline is made."""
+    pair = {"1": "column", "2": "row"}
+    ended = {"0": "begin", **pair, "3": "end"}
+    entropy = VocabularyCrossEntropy()
+    cases: dict[str, tuple[nn.Module, dict[str, str], str, Any]] = {
+        "no begin": (_linears(), {**pair, "3": "end"}, "2d", functional.mse_loss),
+        "no end": (_linears(), {"0": "begin", **pair}, "2d", functional.mse_loss),
+        "whole logits": (_linears(), ended, "2d", entropy),
+        "whole logits in one dimension": (_linears(3), pair, "1d", entropy),
+        "divided logits": (_linears(3), {"0": "begin", **pair, "3": "vocabulary"}, "2d", entropy),
+        "divided logits in one dimension": (_linears(3), {**pair, "3": "vocabulary"}, "1d", entropy),
+    }
+    return {name: said(lambda case=case: pipeline(*case)) for name, case in cases.items()}
