@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from pipesched.errors import InputError
 from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.collective_functions import gather_from, reduce_from
 from pipesched.parallel.embedding import own_places
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
+from pipesched.tensors.torch_functions import LOSSES
 
 __all__ = ["VocabularyCrossEntropy", "cross_entropy_of_rows", "vocabulary_cross_entropy"]
 
@@ -104,6 +106,18 @@ def vocabulary_cross_entropy(
         InputError: the targets are probabilities.
 
     """
+    if has_torch_function((input, target)):  # pipesched reads from the call how the loss weighs micro-batches
+        passed: Tensor = handle_torch_function(
+            vocabulary_cross_entropy,
+            (input, target),
+            input,
+            target,
+            group,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        return passed
     if target.is_floating_point():
         raise InputError(
             f"targets of a loss over a divided vocabulary must be class numbers; got {target.dtype} of shape "
@@ -128,6 +142,9 @@ def vocabulary_cross_entropy(
     else:
         result = losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
     return group.returns(_as_torch_returns(result, input), ActivationLayout.WHOLE)
+
+
+LOSSES.add(vocabulary_cross_entropy)
 
 
 def _as_torch_returns(result: Tensor, logits: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class LayoutTrace(TorchFunctionMode):
         self._after = "the beginning of the model"
         #: Whether a divided layer runs, which knows what its functions join.
         self._inside = False
+        self._noted = 0
 
     def __enter__(self) -> "LayoutTrace":
         self._group.trace = self
@@ -84,6 +85,7 @@ class LayoutTrace(TorchFunctionMode):
     def note(self, tensor: Any, layout: ActivationLayout, name: str) -> None:
         """Note the layout of the output of the layer ``name``."""
         self._inside = False
+        self._noted += 1
         self._after = repr(name) if name else self._after
         for each in _tensors(tensor):
             if layout is _WHOLE:
@@ -160,7 +162,10 @@ class LayoutTrace(TorchFunctionMode):
                 f"with those of this rank only",
                 "give a norm the style 'norm', or give the style 'end' to a module before",
             )
+        noted = self._noted
         result = self._called(func, name, given, args, kwargs)
+        if self._noted != noted:  # the function is a divided layer
+            return result
         for tensor in [args[0]] if result is None and isinstance(args[0], Tensor) else _tensors(result):
             self._found[tensor] = max(divided, key=lambda one: one[0] is _INNER)
         return result

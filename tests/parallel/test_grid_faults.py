@@ -180,6 +180,23 @@ def test_a_pipeline_refuses_outputs_and_losses_that_do_not_fit_the_blocks(four: 
         assert not found["divided logits in one dimension"]
 
 
+@pytest.mark.parametrize("layout", ["1d", "2d"])
+def test_an_entropy_of_divided_logits_counts_the_labels_of_all_micro_batches(four: Ranks, layout: str) -> None:
+    for found, due in four.run(4, jobs.entropies, layout, timeout_s=60):
+        assert found == pytest.approx(due, rel=1e-5)
+
+
+def test_an_embedding_and_a_head_that_share_a_weight_are_refused_on_a_grid() -> None:
+    group = TensorGroup.counting(4)
+    grid = AxisGroups(group, TensorLayout.of("2d", 4))
+    model = Calls(None, words=nn.Embedding(WIDTH, WIDTH), head=nn.Linear(WIDTH, WIDTH, bias=False))
+    model.head.weight = model.words.weight
+    with pytest.raises(InputError) as raised:
+        split_model(model, {"words": "vocabulary", "head": "vocabulary"}, group)
+    assert "'words.weight' and 'head.weight' are one weight; give each layer a weight of its own" in str(raised.value)
+    assert grid is group.grid
+
+
 def positions() -> Iterator[tuple[str, Any]]:
     rows = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 5
     yield "one row", lambda own, x: own.end(own.begin(x) + own.table(rows[0]))

@@ -32,6 +32,28 @@ def pipeline(model: nn.Module, styles: Any, layout: Any, loss_fn: Any, **options
         )
 
 
+def entropies(group: Any, layout: Any) -> tuple[list[float], list[float]]:
+    """Return the losses of steps with uneven labels, and those of the whole batch in one process."""
+    torch.manual_seed(0)
+    x, target = torch.randn(8, WIDTH), torch.randint(WIDTH, (8,))
+    target[:4] = -100  # all rows of a rank, in the first of two micro-batches
+    target[0] = 3
+    whole = _linears(3)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    styles = {"0": "begin", "1": "column", "2": "row", "3": "vocabulary"}
+    options = {"optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1), "sample": x[:4]}
+    found, due = [], []
+    with pipeline(_linears(3), styles, layout, VocabularyCrossEntropy(), **options) as pipe:
+        for _ in range(2):
+            found.append(float(pipe.step(x, target=target)))
+            loss = functional.cross_entropy(whole(x), target)
+            loss.backward()
+            due.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found, due
+
+
 def refused(group: Any) -> dict[str, str]:
     """Return the errors of models whose outputs and losses do not fit the blocks; "" if a pipeline is made."""
     pair = {"1": "column", "2": "row"}
