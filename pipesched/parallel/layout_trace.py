@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipesched.errors import InputError, PipeschedError
 from pipesched.parallel.axis_groups import AxisGroups
+from pipesched.parallel.divided_outputs import DividedOutputs
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.tensors.payload import pytree
 
@@ -119,6 +120,16 @@ class LayoutTrace(TorchFunctionMode):
                 f"tensors of shape {_shapes(tensors)} that are {' and '.join(_ARE[layout] for layout in {*found})}; "
                 f"{_NO_HEAD}"
             )
+
+    def divided(self, output: Any) -> DividedOutputs:
+        """Return which leaves of the model's output are divided, and how."""
+        blocks = {}
+        for place, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf in self._found:
+                layout, shape = self._found[leaf]
+                dim = -1 if leaf.shape[-1] == shape[-1] else 1  # classes may have been moved to dim 1
+                blocks[place] = layout, dim
+        return DividedOutputs(self._group, blocks)
 
     def expect_whole(self, *outputs: Any) -> None:
         """Raise InputError if one of the model's outputs is divided, but not by the classes alone."""

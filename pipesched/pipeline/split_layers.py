@@ -19,6 +19,7 @@ from pipesched.errors import InputError, ScheduleError
 from pipesched.model.state_guard import set_aside, untouched
 from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
+from pipesched.parallel.divided_outputs import DividedOutputs
 from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.layout_trace import LayoutTrace
 from pipesched.parallel.styles import divide_losses, split_model
@@ -72,39 +73,43 @@ def split_layers(
     _set_grid(host.tensor, distributed)
     divide_losses(loss_fn, host.tensor)
     split = split_model(model, distributed.tensor_parallel, host.tensor)
-    _trace_layouts(model, loss_fn, sample, host.tensor)
+    outputs = _trace_layouts(model, loss_fn, sample, host.tensor)
+    if outputs is not None and outputs.blocks:
+        split.whole_outputs = outputs.whole
     return split
 
 
 def _trace_layouts(
     model: nn.Module, loss_fn: Any, sample: tuple[tuple[Any, ...], dict[str, Any]], group: TensorGroup
-) -> None:
-    """Run the model once, and raise InputError if a layer or the loss gets blocks that do not fit.
+) -> DividedOutputs | None:
+    """Run the model once, and return which of its outputs are divided; None if nothing shows this.
 
-    Errors of the model itself are left to the runs that follow.
+    Errors of the model itself are left to the runs that follow. Raises InputError if a layer or the loss gets blocks
+    that do not fit.
     """
     in_model, in_loss = (_has_divided_losses(root) for root in (model, loss_fn))
     if group.grid is None and not in_model and not in_loss:
-        return
+        return None
 
-    def look(trace: LayoutTrace, output: Any) -> None:
+    def look(trace: LayoutTrace, output: Any) -> DividedOutputs:
         if in_loss:
             trace.expect_logits(output)
         elif group.grid is not None:
             trace.expect_whole([one for one in tensors_in(output) if loss_fn is not None or not one.dim()])
+        return trace.divided(output)
 
     try:
         with group.alone(), set_aside(model):
             for run in (_run_on_meta, _run):
                 trace = LayoutTrace(group)
                 try:
-                    look(trace, run(model, *sample, trace))
-                    break
+                    return look(trace, run(model, *sample, trace))
                 except InputError:
                     raise
                 except Exception:  # any error of a model's code
                     if lacks_contents(model):
                         break
+        return None
     finally:
         group.layout = ActivationLayout.WHOLE
 

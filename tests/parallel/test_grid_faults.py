@@ -186,6 +186,13 @@ def test_an_entropy_of_divided_logits_counts_the_labels_of_all_micro_batches(fou
         assert found == pytest.approx(due, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["1d", "2d"])
+def test_metrics_and_users_get_whole_logits(four: Ranks, layout: str) -> None:
+    for found, due in four.run(4, jobs.outputs, layout, timeout_s=60):
+        for one, other in zip(found, due, strict=True):
+            assert torch.allclose(one.to(other), other, rtol=1e-5, atol=1e-6)
+
+
 def test_an_embedding_and_a_head_that_share_a_weight_are_refused_on_a_grid() -> None:
     group = TensorGroup.counting(4)
     grid = AxisGroups(group, TensorLayout.of("2d", 4))

@@ -379,13 +379,13 @@ class LayerRunner:
 
         ``made`` holds the tensors that this forward has made, if they are recorded.
         """
-        if self._step_data.keep_outputs:
-            self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))
+        if self._step_data.keep_outputs and saved.microbatch not in self._step_data.outputs:
+            self._step_data.outputs[saved.microbatch] = Payload.of(head.whole(output) if head.whole else output)
         if saved.loss_inputs is None:
             return output
         target, factor = saved.loss_inputs
         if self._step_data.metrics:
-            self._measure(saved, output, target)
+            self._measure(head, saved, output, target)
         if head.rule is None and self._mode.passes(head.loss_fn):
             loss = head.loss(output, target, _NOTHING)
         else:
@@ -410,12 +410,14 @@ class LayerRunner:
             drop_unweighted_gradients(trainable_leaves(output), factor)
         return loss if factor is None else scaled(loss, factor)  # of a factor known to be 0, no backward runs
 
-    def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
+    def _measure(self, head: Head, saved: MicrobatchState, output: Any, target: Any) -> None:
         """Compute the metrics of a micro-batch, except in a recompute."""
         metrics = self._step_data.metrics.get(saved.microbatch)
         if metrics is not None and not saved.measured:
             saved.measured = True
-            self._step_data.measured[saved.microbatch] = measured(metrics, output, target)
+            self._step_data.measured[saved.microbatch] = measured(
+                metrics, head.whole(output) if head.whole else output, target
+            )
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
         """Return the tensors that replace a module's own tensors in one call."""

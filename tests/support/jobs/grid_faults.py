@@ -54,6 +54,35 @@ def entropies(group: Any, layout: Any) -> tuple[list[float], list[float]]:
     return found, due
 
 
+def outputs(group: Any, layout: Any) -> tuple[list[Any], list[Any]]:
+    """Return outputs and metrics of a model with divided logits, and those of one process."""
+    torch.manual_seed(0)
+    x, target = torch.randn(8, WIDTH), torch.randint(WIDTH, (8,))
+    styles = {"0": "begin", "1": "column", "2": "row", "3": "vocabulary"}
+
+    def metrics(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"found": logits.gather(1, target.unsqueeze(1)).mean()}
+
+    due = _linears(3)(x).detach()
+    with pipeline(_linears(3), styles, layout, VocabularyCrossEntropy(), sample=x[:4]) as pipe:
+        _, evaluated = pipe.evaluate(x, target=target, metrics=metrics, return_outputs=True)
+        of_metrics = pipe.metrics["found"]
+        with torch.no_grad():
+            found = [evaluated, pipe.forward(x), of_metrics]
+        _, stepped = pipe.step(x, target=target, metrics=metrics, return_outputs=True)
+        found += [stepped, pipe.metrics["found"]]
+    metric = metrics(due, target)["found"]
+    return [
+        torch.as_tensor(one).detach() if isinstance(one, torch.Tensor) else torch.stack(list(one)) for one in found
+    ], [
+        due,
+        due,
+        metric,
+        due,
+        metric,
+    ]
+
+
 def refused(group: Any) -> dict[str, str]:
     """Return the errors of models whose outputs and losses do not fit the blocks; "" if a pipeline is made."""
     pair = {"1": "column", "2": "row"}
