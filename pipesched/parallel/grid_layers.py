@@ -81,6 +81,13 @@ class BlockedLinear(nn.Module):
         grid = grid_of(self)
         given, layout = self.layouts
         grid.group.expect(x, given, options["name"])
+        inputs = vars(self)["nx" if options["transposed"] else "in_features"]
+        if x.shape[-1] != inputs:
+            raise InputError(
+                f"a layer on a grid must get this rank's block of its input; {options['name']!r} gets a tensor of "
+                f"shape {list(x.shape)}, but its block has {inputs} hidden units; pass scatter_input(x), or in a "
+                f"pipeline, give the style 'begin' to a module before it"
+            )
         product = blocked_product(grid, second=options["second"], transposed=options["transposed"])
         output = weighted(product, x, self.weight)
         if self.bias is not None:

@@ -178,12 +178,12 @@ def random_numbers(
     return partial(DividedRandom, group=group, layouts=_layouts(model, layered, group))
 
 
-def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dict[str, ActivationLayout]:
-    """Return the layout of the activations that each layer gets, for layers that do not get whole activations.
+def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dict[tuple[str, int], ActivationLayout]:
+    """Return the layout of the activations that each call of a layer gets, if they are not whole.
 
     The model runs once on the meta device, so that nothing is computed. If its code needs values, it runs with them.
     """
-    found: dict[str, ActivationLayout] = {}
+    found: dict[tuple[str, int], ActivationLayout] = {}
     notes = _LayoutNotes(layered.modules, group, found)
     with group.alone(), set_aside(model):
         try:
@@ -193,16 +193,18 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
                 raise
             _run(model, *layered.sample, notes)
     group.layout = ActivationLayout.WHOLE
-    return {name: layout for name, layout in found.items() if layout is not ActivationLayout.WHOLE}
+    return {call: layout for call, layout in found.items() if layout is not ActivationLayout.WHOLE}
 
 
 class _LayoutNotes:
-    """Notes the layout at the first call of each layer in a ``with`` block, and copies the notes at its end.
+    """Notes the layout at each call of a layer in a ``with`` block, and copies the notes at its end.
 
     The notes are made beside ``found``, because the state that hooks reach is restored after a run of the model.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[tuple[str, int], ActivationLayout]
+    ) -> None:
         self._layers = layers
         self._group = group
         self._found = found
@@ -210,13 +212,19 @@ class _LayoutNotes:
     def __enter__(self) -> None:
         group = self._group
         group.layout = ActivationLayout.WHOLE
-        notes: dict[str, ActivationLayout] = {}
+        notes: dict[tuple[str, int], ActivationLayout] = {}
         self._notes = notes
+        names: dict[nn.Module, list[str]] = {}
+        for name, layer in self._layers.items():
+            names.setdefault(layer, []).append(name)
+        calls = dict.fromkeys(names, 0)
 
-        def note(name: str, *_: Any) -> None:
-            notes.setdefault(name, group.layout)
+        def note(layer: nn.Module, *_: Any) -> None:
+            number, place = divmod(calls[layer], len(names[layer]))  # a layer of several names runs once under each
+            calls[layer] += 1
+            notes[names[layer][place], number] = group.layout
 
-        self._handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in self._layers.items()]
+        self._handles = [layer.register_forward_pre_hook(note) for layer in names]
 
     def __exit__(self, *_: object) -> None:
         self._found.clear()

@@ -193,6 +193,11 @@ def test_metrics_and_users_get_whole_logits(four: Ranks, layout: str) -> None:
             assert torch.allclose(one.to(other), other, rtol=1e-5, atol=1e-6)
 
 
+def test_layers_may_share_a_dropout(four: Ranks) -> None:
+    for found, due in four.run(4, jobs.shared, timeout_s=60):
+        assert found == pytest.approx(due, rel=1e-5)
+
+
 def test_an_embedding_and_a_head_that_share_a_weight_are_refused_on_a_grid() -> None:
     group = TensorGroup.counting(4)
     grid = AxisGroups(group, TensorLayout.of("2d", 4))

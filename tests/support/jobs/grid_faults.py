@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from pipesched import Distributed, Pipeline
 from pipesched.parallel import VocabularyCrossEntropy
+from pipesched.testing import reference_step
 from tests.support.jobs.tensor_parallel import said
 
 WIDTH = 16
@@ -81,6 +82,33 @@ def outputs(group: Any, layout: Any) -> tuple[list[Any], list[Any]]:
         due,
         metric,
     ]
+
+
+class Shared(nn.Module):
+    """A pair of layers that share a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.dropout(self.down(self.dropout(self.up(x))))
+        return x
+
+
+def shared(group: Any) -> tuple[float, float]:
+    """Return the loss of a model whose dropout runs on whole and on divided activations, and that of one process."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Shared())
+    styles = {"up": "column", "down": "row"}
+    with pipeline(models[0], styles, "1d", functional.mse_loss, sample=x[:4]) as pipe:
+        found = float(pipe.step(x, target=x))
+    shape = {"num_microbatches": 2, "num_replicas": 1, "seed": 3, "step": 0}
+    return found, float(reference_step(models[1], x, loss_fn=functional.mse_loss, target=x, **shape))
 
 
 def refused(group: Any) -> dict[str, str]:
