@@ -198,6 +198,12 @@ def test_layers_may_share_a_dropout(four: Ranks) -> None:
         assert found == pytest.approx(due, rel=1e-5)
 
 
+@pytest.mark.parametrize("boundary", [1, 4])
+def test_a_stage_may_begin_with_a_dropout(eight: Ranks, boundary: int) -> None:
+    for found, due in eight.run(8, jobs.begun, boundary, timeout_s=60):
+        assert found == pytest.approx(due, rel=1e-5)
+
+
 def test_an_embedding_and_a_head_that_share_a_weight_are_refused_on_a_grid() -> None:
     group = TensorGroup.counting(4)
     grid = AxisGroups(group, TensorLayout.of("2d", 4))

@@ -23,7 +23,7 @@ def _linears(count: int = 2) -> nn.Sequential:
 
 def pipeline(model: nn.Module, styles: Any, layout: Any, loss_fn: Any, **options: Any) -> Pipeline:
     """Return a pipeline of one stage on four ranks."""
-    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp", "pp", "tp"))
+    mesh = options.pop("mesh", None) or init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp", "pp", "tp"))
     given = {"timeout": 20, "tensor_parallel": styles, "tensor_layout": layout} | options.pop("distributed", {})
     named: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 2, "seed": 3, "sample": torch.zeros(8, WIDTH)}
     named |= options
@@ -82,6 +82,37 @@ def outputs(group: Any, layout: Any) -> tuple[list[Any], list[Any]]:
         due,
         metric,
     ]
+
+
+class Functional(nn.Module):
+    """Layers with dropouts between them that no layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Identity(), nn.Identity()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        change = self.up(self.norm(functional.dropout(x, 0.5, self.training)))
+        change = self.down(functional.dropout(change, 0.5, self.training))
+        return self.end(x + functional.dropout(change, 0.5, self.training))
+
+
+def begun(group: Any, boundary: int) -> tuple[float, float]:
+    """Return the loss of two stages, the second of which may begin with a dropout, and that of one process."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Functional())
+    styles = {"begin": "begin", "norm": "norm", "up": "column", "down": "row", "end": "end"}
+    mesh = init_device_mesh("cpu", (1, 2, 4), mesh_dim_names=("dp", "pp", "tp"))
+    options = {"sample": x[:4], "mesh": mesh, "boundaries": [boundary]}
+    with pipeline(models[0], styles, "2d", functional.mse_loss, **options) as pipe:
+        found = float(pipe.step(x, target=x))
+    shape = {"num_microbatches": 2, "num_replicas": 1, "seed": 3, "step": 0}
+    return found, float(reference_step(models[1], x, loss_fn=functional.mse_loss, target=x, **shape))
 
 
 class Shared(nn.Module):
