@@ -122,7 +122,7 @@ class DividedRandom(KeyedRandom):
         weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).to(value.dtype)
         layout = self._layout()
         by_heads = ActivationLayout.DIVIDED if layout is ActivationLayout.SEQUENCE else layout
-        divisions = self._group.divisions(by_heads, 4)
+        divisions = self._group.divisions(by_heads, 4, scores=True)
         if scores.dim() == 3:
             divisions = [division._replace(dim=0) for division in divisions]
         with self._default_generators():

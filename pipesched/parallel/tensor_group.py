@@ -141,6 +141,7 @@ class TensorGroup:
         self.job: JobGroups | None = None
         self.process_group = process_group
         self._name = ""
+        self._inner_dims = 0  # of the output of the last first layer of a pair
         self._check = check
         self._solo = _Solo(process_group is None)
 
@@ -199,6 +200,8 @@ class TensorGroup:
     def returns(self, tensor: Tensor, layout: ActivationLayout, name: str = "") -> Tensor:
         """Return the output of the layer ``name``, after which activations have this layout."""
         self.layout = layout
+        if layout in (ActivationLayout.DIVIDED, ActivationLayout.INNER):
+            self._inner_dims = tensor.dim()
         if self.trace is not None:
             self.trace.note(tensor, layout, name)
         return tensor
@@ -216,12 +219,14 @@ class TensorGroup:
         """The number of parts into which heads and hidden units are divided inside a pair of linear layers."""
         return self.size if self.grid is None else self.grid.hidden_parts
 
-    def divisions(self, layout: ActivationLayout, dims: int) -> list[Division]:
+    def divisions(self, layout: ActivationLayout, dims: int, *, scores: bool = False) -> list[Division]:
         """Return the divided dimensions of activations with this layout and this number of dimensions.
 
-        A tensor of four dimensions has attention scores: (batch, heads, queries, keys).
+        A tensor of four dimensions inside a pair of layers has attention scores: (batch, heads, queries, keys), unless
+        the first layer of the pair has returned four dimensions. ``scores`` states that it has.
         """
-        hidden = 1 if dims == 4 else dims - 1
+        has_scores = scores or (layout is not ActivationLayout.OUTER and self._inner_dims != 4)
+        hidden = 1 if dims == 4 and has_scores else dims - 1
         if layout is ActivationLayout.WHOLE:
             return []
         if layout is ActivationLayout.SEQUENCE:

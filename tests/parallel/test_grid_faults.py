@@ -234,15 +234,30 @@ def of_positions(process_group: Any, what: str) -> float:
     return difference(process_group, model, {**ENDS, "table": "heads"}, torch.randn(ROWS, LENGTH, WIDTH).double())
 
 
-def difference(process_group: Any, model: nn.Module, styles: Any, *args: Tensor) -> float:
+def difference(process_group: Any, model: nn.Module, styles: Any, *args: Tensor, layout: str = "2d") -> float:
     divided = copy.deepcopy(model)
     group = grouped(process_group, 4)
-    grid = AxisGroups(group, TensorLayout.of("2d", 4))
+    grid = None if layout == "1d" else AxisGroups(group, TensorLayout.of("2d", 4))
     splits = split_model(divided, styles, group)
     expected = run(model, args, {}, DividedRandom(CPU, TensorGroup.counting(1)))
     results = run(divided, args, {}, DividedRandom(CPU, group))
     assert grid is group.grid
     return whole(results, splits).difference(expected)
+
+
+@pytest.mark.parametrize("layout", ["1d", "2d"])
+def test_dropouts_of_images_draw_the_masks_of_one_process(four: Ranks, layout: str) -> None:
+    assert max(four.run(4, of_images, layout)) <= 1e-12
+
+
+def of_images(process_group: Any, layout: str) -> float:
+    torch.manual_seed(0)
+    model = Calls(
+        lambda own, x: own.end((y := own.begin(x)) + own.drop(own.down(own.drop(own.up(own.drop(y)))))),
+        drop=nn.Dropout(0.5),
+        **pair(),
+    ).double()
+    return difference(process_group, model, {**ENDS, **PAIR}, torch.randn(4, 3, 5, WIDTH).double(), layout=layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
