@@ -20,7 +20,7 @@ from pipesched.devices.transfers import MOVE_NAMES
 from pipesched.errors import InputError
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.tensor_table import TensorTable
-from pipesched.tensors.torch_functions import DIFFERENTIATES, name_of
+from pipesched.tensors.torch_functions import DIFFERENTIATES, LOSSES, name_of
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Counted", "LossReader", "Reduced", "Unclear", "Weight"]
@@ -401,7 +401,8 @@ def _least(values: Iterable[_Values]) -> _Values:
 
 
 def _parameters(func: Any) -> Iterable[str]:
-    if getattr(functional, getattr(func, "__name__", ""), None) is not func or not inspect.isfunction(func):
+    of_torch = getattr(functional, getattr(func, "__name__", ""), None) is func and inspect.isfunction(func)
+    if not of_torch and func not in LOSSES:
         return ()
     return inspect.signature(func).parameters
 

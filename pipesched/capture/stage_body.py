@@ -139,6 +139,8 @@ class Head:
     #: The rule that the first calls of a user's loss function show. Default: None (the options of a torch loss, or the
     #: model's own loss).
     rule: "LossRule | None" = None
+    #: Returns the whole output for metrics and for the user, if each rank of a tensor group holds a part. Collective.
+    whole: Callable[[Any], Any] | None = None
 
     def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
         """Compute the scalar loss of one micro-batch. ``own`` replaces the tensors of a loss module.

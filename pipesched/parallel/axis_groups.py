@@ -26,6 +26,7 @@ class AxisGroups:
         group: the tensor group.
         layout: the layout.
         hidden_parts: the number of parts into which hidden units are divided inside a pair of linear layers.
+        own_rows: the rows of this rank's block where activations were divided last; 0 before.
 
     """
 
@@ -34,6 +35,7 @@ class AxisGroups:
         self.layout = layout
         inner = layout.linear(second=False).y
         self._blocks = {ActivationLayout.OUTER: layout.outer, ActivationLayout.INNER: inner}
+        self.own_rows = 0
         self.hidden_parts = layout.length(inner.columns)
         every = [*((axis,) for axis in layout.axes), layout.outer.rows, inner.rows]
         self._groups = {axes: self._made(axes) for axes in dict.fromkeys(every)}

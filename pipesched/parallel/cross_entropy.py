@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from pipesched.errors import InputError
 from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.collective_functions import gather_from, reduce_from
 from pipesched.parallel.embedding import own_places
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
+from pipesched.tensors.torch_functions import LOSSES
 
 __all__ = ["VocabularyCrossEntropy", "cross_entropy_of_rows", "vocabulary_cross_entropy"]
 
@@ -104,11 +106,25 @@ def vocabulary_cross_entropy(
         InputError: the targets are probabilities.
 
     """
+    if has_torch_function((input, target)):  # pipesched reads from the call how the loss weighs micro-batches
+        passed: Tensor = handle_torch_function(
+            vocabulary_cross_entropy,
+            (input, target),
+            input,
+            target,
+            group,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        return passed
     if target.is_floating_point():
         raise InputError(
             f"targets of a loss over a divided vocabulary must be class numbers; got {target.dtype} of shape "
             f"{list(target.shape)}; gather the logits (style 'column-gathered') for targets that are probabilities"
         )
+    if group.trace is not None:
+        group.trace.expect_logits(input)
     grid = group.grid
     if isinstance(grid, AxisGroups):
         return _of_blocks(input, target, grid, ignore_index, reduction, label_smoothing)
@@ -121,14 +137,19 @@ def vocabulary_cross_entropy(
     rows = torch.where(counted, numbers, 0)
     losses = _OfVocabulary.apply(group, logits, rows, label_smoothing)  # type: ignore[no-untyped-call]
     losses = losses.masked_fill(~counted, 0)
-    if not torch.is_autocast_enabled(input.device.type):
-        losses = losses.to(input.dtype)
-    group.layout = ActivationLayout.WHOLE
     if reduction == "none":
-        each: Tensor = losses.view(target.shape)
-        return each
-    total: Tensor = losses.sum()
-    return total if reduction == "sum" else total / counted.sum()
+        result: Tensor = losses.view(target.shape)
+    else:
+        result = losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+    return group.returns(_as_torch_returns(result, input), ActivationLayout.WHOLE)
+
+
+LOSSES.add(vocabulary_cross_entropy)
+
+
+def _as_torch_returns(result: Tensor, logits: Tensor) -> Tensor:
+    """Return a loss in the dtype of the logits. A sum over many rows would be too large for it before the division."""
+    return result if torch.is_autocast_enabled(logits.device.type) else result.to(logits.dtype)
 
 
 def _of_blocks(
@@ -138,18 +159,19 @@ def _of_blocks(
     inner = grid.blocks(ActivationLayout.INNER)
     rows = grid.over(inner.rows)
     own = vocabulary_cross_entropy(
-        input,
+        input.float() if input.dtype in (torch.float16, torch.bfloat16) else input,
         rows.own(target, 0),
         grid.over(inner.columns),
         ignore_index=ignore_index,
         reduction="none" if reduction == "none" else "sum",
         label_smoothing=label_smoothing,
     )
-    grid.group.layout = ActivationLayout.WHOLE
     if reduction == "none":
-        return gather_from(own, rows, 0)
-    total = reduce_from(own, rows)
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+        result = gather_from(own, rows, 0)
+    else:
+        total = reduce_from(own, rows)
+        result = total if reduction == "sum" else total / (target != ignore_index).sum()
+    return grid.group.returns(_as_torch_returns(result, input), ActivationLayout.WHOLE)
 
 
 def cross_entropy_of_rows(

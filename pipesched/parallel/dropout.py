@@ -25,12 +25,16 @@ class DividedRandom(KeyedRandom):
     Args:
         device: the device of the stage.
         group: the tensor group, whose ``layout`` says how the activations are divided.
-        layouts: the layout of the activations at the beginning of each layer. Default: whole.
+        layouts: the layout of the activations at the beginning of each call of a layer, by its name and the number of
+            the call. Default: whole.
 
     """
 
     def __init__(
-        self, device: torch.device, group: TensorGroup, layouts: Mapping[str, ActivationLayout] | None = None
+        self,
+        device: torch.device,
+        group: TensorGroup,
+        layouts: Mapping[tuple[str, int], ActivationLayout] | None = None,
     ) -> None:
         super().__init__(device)
         self._group = group
@@ -40,7 +44,11 @@ class DividedRandom(KeyedRandom):
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
         super().enter(key, layer, call, op)
         if layer and op == 0:
-            self._group.layout = self._layouts.get(layer, ActivationLayout.WHOLE)
+            self._group.layout = self._layouts.get((layer, call), ActivationLayout.WHOLE)
+
+    def begin(self, key: Key, first: str) -> None:
+        super().begin(key, first)
+        self._group.layout = self._layouts.get((first, 0), ActivationLayout.WHOLE)  # code may run before the layer
 
     def _layout(self) -> ActivationLayout:
         """Return the layout of the activations. A recomputed draw has the layout of its first run."""
@@ -114,7 +122,7 @@ class DividedRandom(KeyedRandom):
         weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).to(value.dtype)
         layout = self._layout()
         by_heads = ActivationLayout.DIVIDED if layout is ActivationLayout.SEQUENCE else layout
-        divisions = self._group.divisions(by_heads, 4)
+        divisions = self._group.divisions(by_heads, 4, scores=True)
         if scores.dim() == 3:
             divisions = [division._replace(dim=0) for division in divisions]
         with self._default_generators():

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _OUTER, _INNER = ActivationLayout.OUTER, ActivationLayout.INNER
+_HALF = torch.float16, torch.bfloat16
 
 
 def grid_of(module: nn.Module) -> AxisGroups:
@@ -78,13 +79,20 @@ class BlockedLinear(nn.Module):
         """Return this rank's block of the output, given its block of the input."""
         options = held_by(self).options
         grid = grid_of(self)
+        given, layout = self.layouts
+        grid.group.expect(x, given, options["name"])
+        inputs = vars(self)["nx" if options["transposed"] else "in_features"]
+        if x.shape[-1] != inputs:
+            raise InputError(
+                f"a layer on a grid must get this rank's block of its input; {options['name']!r} gets a tensor of "
+                f"shape {list(x.shape)}, but its block has {inputs} hidden units; pass scatter_input(x), or in a "
+                f"pipeline, give the style 'begin' to a module before it"
+            )
         product = blocked_product(grid, second=options["second"], transposed=options["transposed"])
         output = weighted(product, x, self.weight)
-        layout = self.layouts[1]
-        grid.group.layout = layout
-        if self.bias is None:
-            return output
-        return plus(output, *summed_weights(grid.over(grid.blocks(layout).rows), self.bias))
+        if self.bias is not None:
+            output = plus(output, *summed_weights(grid.over(grid.blocks(layout).rows), self.bias))
+        return grid.group.returns(output, layout, options["name"])
 
     @property
     def layouts(self) -> tuple[ActivationLayout, ActivationLayout]:
@@ -113,7 +121,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, eps: float, centered: bool) -> Tensor:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        wide = x.float() if x.dtype in _HALF else x
         width = x.shape[-1] * group.size
         if centered:
             own_mean = wide.mean(-1)
@@ -153,15 +161,21 @@ class BlockedNorm(nn.Module):
         """Return the normalized block of this rank."""
         grid = grid_of(self)
         blocks = grid.blocks(_OUTER)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        options = held_by(self).options
+        grid.group.expect(x, _OUTER, options["name"])
+        wide = torch.float32 if x.dtype in _HALF else x.dtype  # in which torch computes, too
+        eps = torch.finfo(wide).eps if self.eps is None else self.eps
         output: Tensor
-        centered = held_by(self).options["centered"]
+        centered = options["centered"]
         output = _Normalized.apply(x, grid.over(blocks.columns), eps, centered)  # type: ignore[no-untyped-call]
-        if self.weight is None:
-            return output
-        weights = [weight for weight in (self.weight, getattr(self, "bias", None)) if weight is not None]
-        weight, *rest = summed_weights(grid.over(blocks.rows), *weights)
-        return plus(output * weight.to(output.dtype), *rest) if rest else output * weight.to(output.dtype)
+        if self.weight is not None:
+            weights = [weight for weight in (self.weight, getattr(self, "bias", None)) if weight is not None]
+            weight, *rest = summed_weights(grid.over(blocks.rows), *weights)
+            output = output * weight.to(output.dtype)
+            output = plus(output, *rest) if rest else output
+        if grid.group.trace is not None:
+            grid.group.trace.note(output, _OUTER, options["name"])
+        return output
 
 
 class BlockedEmbedding(nn.Module):
@@ -173,21 +187,33 @@ class BlockedEmbedding(nn.Module):
         """Return this rank's block of the embeddings, given the numbers of the whole batch."""
         grid = grid_of(self)
         group = grid.over(grid.blocks(_OUTER).rows)
+        name = held_by(self).options["name"]
+        grid.group.expect(numbers, ActivationLayout.WHOLE, name)
         places, outside = own_places(numbers, self.weight.shape[0], group)
         embedded: Tensor = super().forward(places)
-        grid.group.layout = _OUTER
-        return scatter_sequence(embedded.masked_fill(outside.unsqueeze(-1), 0), group, 0)
+        block = scatter_sequence(embedded.masked_fill(outside.unsqueeze(-1), 0), group, 0)
+        grid.own_rows = len(block)
+        return grid.group.returns(block, _OUTER, name)
 
 
 class BlockedPositions(nn.Module):
-    """The forward of an embedding on a grid whose numbers are the same for all sequences, such as positions."""
+    """The forward of an embedding on a grid that divides hidden units only, such as that of positions."""
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Return this rank's hidden units of the embeddings."""
+        """Return this rank's hidden units of the embeddings.
+
+        ``numbers`` are the same for all sequences, or have a row for each sequence of the batch or of this rank.
+        """
         grid = grid_of(self)
-        (weight,) = summed_weights(grid.over(grid.blocks(_OUTER).rows), self.weight)
+        rows = grid.over(grid.blocks(_OUTER).rows)
+        (weight,) = summed_weights(rows, self.weight)
+        if numbers.dim() > 1 and len(numbers) not in (1, grid.own_rows):
+            numbers = rows.own(numbers, 0)
         own: Any = self
-        return nn.functional.embedding(numbers, weight, own.padding_idx)
+        output = nn.functional.embedding(numbers, weight, own.padding_idx)
+        if grid.group.trace is not None:
+            grid.group.trace.note(output, _OUTER, held_by(self).options["name"])
+        return output
 
     weight: Tensor
 
@@ -198,12 +224,21 @@ class BlockedHeads(HeadsAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         grid = grid_of(self)
         assert self.in_proj_weight is not None
+        name = held_by(self).options["name"]
+        if not query is key is value or query.dim() != 3:
+            raise InputError(
+                f"attention in two or three dimensions must be self-attention of (rows, positions, width); {name!r} "
+                f"gets a query, a key and a value of shapes {list(query.shape)}, {list(key.shape)} and "
+                f"{list(value.shape)}{'' if query is key is value else ', which are different tensors'}; pass one "
+                f"tensor of three dimensions, or tensor_layout='1d'"
+            )
+        grid.group.expect(query, _OUTER, name)
         product = blocked_product(grid, second=False, transposed=False)
         projected = weighted(product, query, self.in_proj_weight)
-        grid.group.layout = _INNER
         if self.in_proj_bias is not None:
             rows = grid.over(grid.blocks(_INNER).rows)
             projected = plus(projected, *summed_weights(rows, self.in_proj_bias))
+        projected = grid.group.returns(projected, _INNER, name)
         return [*projected.chunk(3, -1)]
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor | None:
@@ -233,8 +268,11 @@ class DividesBlocks(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the module with this rank's block."""
         grid = grid_of(self)
-        grid.group.layout = _OUTER
-        return super().forward(scatter_blocks(x, grid, _OUTER), *args, **kwargs)
+        name = held_by(self).options["name"]
+        grid.group.expect(x, ActivationLayout.WHOLE, name)
+        block = grid.group.returns(scatter_blocks(x, grid, _OUTER), _OUTER, name)
+        grid.own_rows = len(block)
+        return super().forward(block, *args, **kwargs)
 
 
 class JoinsBlocks(nn.Module):
@@ -245,5 +283,6 @@ class JoinsBlocks(nn.Module):
         output = super().forward(*args, **kwargs)
         grid = grid_of(self)
         layout = _INNER if grid.group.layout is _INNER else _OUTER  # while it is measured by itself, it may be whole
-        grid.group.layout = ActivationLayout.WHOLE
-        return gather_blocks(output, grid, layout)
+        name = held_by(self).options["name"]
+        grid.group.expect(output, layout, name)
+        return grid.group.returns(gather_blocks(output, grid, layout), ActivationLayout.WHOLE, name)

@@ -65,7 +65,7 @@ class GridLinearLayer(nn.Linear, BlockedLinear):
             split.check(whole.shape, group.size, f"{cls.__name__}.{name}")
             block = split.own(whole, group.rank, group.size).clone(memory_format=torch.contiguous_format)
             setattr(made, name, nn.Parameter(block, linear.get_parameter(name).requires_grad))
-        style.hold(made, group, None, transposed=False)
+        style.hold(made, cls.__name__, group, None, transposed=False)
         return made.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -98,15 +98,17 @@ class GridLinear(GridStyle):
         return splits
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        self.hold(module, group, BlockedLinear, transposed=check_linear(module, name, "column"))
+        self.hold(module, name, group, BlockedLinear, transposed=check_linear(module, name, "column"))
 
-    def hold(self, module: nn.Module, group: TensorGroup, form: type[nn.Module] | None, *, transposed: bool) -> None:
+    def hold(
+        self, module: nn.Module, name: str, group: TensorGroup, form: type[nn.Module] | None, *, transposed: bool
+    ) -> None:
         """Give a linear layer, whose weights have been divided, this rank's sizes, and the forward of ``form``."""
         blocks = self.layout.linear(second=self.second)
         parts = self.layout.length(blocks.x.columns), self.layout.length(blocks.y.columns)
         sizes = ("nx", "nf") if transposed else ("in_features", "out_features")
         own = {size: vars(module)[size] // part for size, part in zip(sizes, parts, strict=True)}
-        become(module, form, group, own, second=self.second, transposed=transposed)
+        become(module, form, group, own, name=name, second=self.second, transposed=transposed)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class GridNorm(GridStyle):
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
         (width,) = vars(module)["normalized_shape"]
         own = {"normalized_shape": (width // self.layout.length(self.layout.outer.columns),)}
-        become(module, BlockedNorm, group, own, centered=isinstance(module, nn.LayerNorm))
+        become(module, BlockedNorm, group, own, name=name, centered=isinstance(module, nn.LayerNorm))
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,13 @@ class GridEmbedding(GridStyle):
         outer = self.layout.outer
         own = {"embedding_dim": embedding.embedding_dim // self.layout.length(outer.columns)}
         if self.positions:
-            become(module, BlockedPositions, group, own)
+            become(module, BlockedPositions, group, own, name=name)
             return
         count = embedding.num_embeddings // self.layout.length(outer.rows)
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
         padding -= self.layout.place(group.rank, outer.rows) * count
         own |= {"num_embeddings": count, "padding_idx": padding if padding in range(count) else None}
-        become(module, BlockedEmbedding, group, own)
+        become(module, BlockedEmbedding, group, own, name=name)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class GridAttention(GridStyle):
         Heads("num_heads").check(module, name, group)
         attention: Any = module
         heads = attention.num_heads // group.hidden_parts
-        become(module, BlockedHeads, group, {"num_heads": heads}, sequence=False)
+        become(module, BlockedHeads, group, {"num_heads": heads}, name=name, sequence=False)
         self._out.apply(attention.out_proj, f"{name}.out_proj", group)
 
     @property
@@ -251,7 +253,7 @@ class GridEdge(GridStyle):
         return {}
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        become(module, DividesBlocks if self.begins else JoinsBlocks, group, {})
+        become(module, DividesBlocks if self.begins else JoinsBlocks, group, {}, name=name)
 
 
 def on_grid(style: LayerStyle, module: nn.Module | None, name: str, grid: AxisGroups) -> LayerStyle:

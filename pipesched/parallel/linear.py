@@ -104,10 +104,8 @@ class ColumnLinear(nn.Module):
         else:
             output = product(copy_to(x, group), self.weight, self.bias, transposed=transposed)
         if held.options["gathered"]:
-            group.layout = ActivationLayout.WHOLE
-            return gather_from(output, group)
-        group.layout = ActivationLayout.DIVIDED
-        return output
+            return group.returns(gather_from(output, group), ActivationLayout.WHOLE)
+        return group.returns(output, ActivationLayout.DIVIDED)
 
 
 class RowLinear(nn.Module):
@@ -124,12 +122,15 @@ class RowLinear(nn.Module):
             x = scatter_to(x, group)
         partial = product(x, self.weight, transposed=held.options["transposed"])
         bias = self.bias
+        layout = ActivationLayout.SEQUENCE if held.options["sequence"] else ActivationLayout.WHOLE
         if held.options["sequence"]:
-            group.layout = ActivationLayout.SEQUENCE
             output = scatter_sequence(partial, group, group.sequence_dim if sequence_dim is None else sequence_dim)
             if bias is not None:
                 (bias,) = summed_weights(group, bias)
         else:
-            group.layout = ActivationLayout.WHOLE
             output = reduce_from(partial, group)
-        return plus(output, bias)
+        group.layout = layout
+        output = plus(output, bias)
+        if group.trace is not None:
+            group.trace.note(output, ActivationLayout.WHOLE, "")
+        return output

@@ -60,7 +60,7 @@ class WholeWeights(nn.Module):
             f"weights may be parts of a sum; {held.options['name']!r} (a {type(self).__name__}) runs where "
             f"activations are {_DIVIDED[layout]}; in tensor_parallel=, give it {_REMEDIES.get(layout, _SUMMED)}"
         )
-        if not held.group.is_alone:
+        if not held.group.is_alone or held.group.trace is not None:
             raise error
         try:  # while the layer is measured by itself, the layout may be that of another layer
             return super().forward(*args, **kwargs)

@@ -37,7 +37,7 @@ from pipesched.parallel.layer_styles import (
 )
 from pipesched.parallel.split_module import is_split, restore
 from pipesched.parallel.tensor_group import TensorGroup
-from pipesched.parallel.weight_split import Split, SplitWeights, WeightSplit
+from pipesched.parallel.weight_split import GridSplit, Split, SplitWeights, WeightSplit
 
 __all__ = ["divide_losses", "split_model", "styles_of", "unsplit_model"]
 
@@ -219,6 +219,12 @@ def _of_parameter(parameter: nn.Parameter, style: LayerStyle, name: str) -> Weig
 
 def _agree(found: dict[int, tuple[str, Split | None]], name: str, parameter: nn.Parameter, split: Split | None) -> None:
     other, before = found.setdefault(id(parameter), (name, split))
+    if before != split and (isinstance(split, GridSplit) or isinstance(before, GridSplit)):
+        raise InputError(
+            f"layers that share a weight must divide it in the same way, but in two or three dimensions, an embedding "
+            f"and a head divide it differently; {other!r} and {name!r} are one weight; give each layer a weight of its "
+            f"own, or pass tensor_layout='1d'"
+        )
     if before != split:
         raise InputError(
             f"layers that share a weight must divide it in the same way; {other!r} and {name!r} are one weight, "

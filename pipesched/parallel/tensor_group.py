@@ -78,6 +78,19 @@ class Grid(Protocol):
         """Return how activations are divided whose hidden units or heads lie in the dimension ``hidden``."""
 
 
+class Trace(Protocol):
+    """Follows which activations are divided."""
+
+    def note(self, tensor: Any, layout: ActivationLayout, name: str) -> None:
+        """Note the layout of the output of the layer ``name``."""
+
+    def expect(self, tensor: Tensor, layout: ActivationLayout, name: str) -> None:
+        """Raise InputError if the input of the layer ``name`` has another layout than it expects."""
+
+    def expect_logits(self, *outputs: Any) -> None:
+        """Raise InputError if none of the tensors are logits as `VocabularyCrossEntropy` takes them."""
+
+
 @dataclass
 class _Solo:
     """Whether the collectives of a tensor group and of its parts exchange nothing, and how long they take then."""
@@ -101,6 +114,7 @@ class TensorGroup:
         sequence_dim: the dimension of activations that numbers the positions of a sequence.
         job: the tensor groups of all processes of the job; None if this is the only one.
         grid: the grid of the ranks, if layers are split in more than one dimension; else None.
+        trace: follows which activations are divided; None most of the time.
 
     """
 
@@ -123,9 +137,11 @@ class TensorGroup:
         self.shared: tuple[Tensor, int, Tensor] | None = None
         self._layout = ActivationLayout.WHOLE
         self.grid: Grid | None = None
+        self.trace: Trace | None = None
         self.job: JobGroups | None = None
         self.process_group = process_group
         self._name = ""
+        self._inner_dims = 0  # of the output of the last first layer of a pair
         self._check = check
         self._solo = _Solo(process_group is None)
 
@@ -176,6 +192,20 @@ class TensorGroup:
         if layout is not ActivationLayout.DIVIDED:
             self.shared = None
 
+    def expect(self, tensor: Tensor, layout: ActivationLayout, name: str) -> None:
+        """Raise InputError if a trace shows that the input of the layer ``name`` has another layout."""
+        if self.trace is not None:
+            self.trace.expect(tensor, layout, name)
+
+    def returns(self, tensor: Tensor, layout: ActivationLayout, name: str = "") -> Tensor:
+        """Return the output of the layer ``name``, after which activations have this layout."""
+        self.layout = layout
+        if layout in (ActivationLayout.DIVIDED, ActivationLayout.INNER):
+            self._inner_dims = tensor.dim()
+        if self.trace is not None:
+            self.trace.note(tensor, layout, name)
+        return tensor
+
     @property
     def is_alone(self) -> bool:
         """Whether collectives exchange nothing."""
@@ -189,12 +219,14 @@ class TensorGroup:
         """The number of parts into which heads and hidden units are divided inside a pair of linear layers."""
         return self.size if self.grid is None else self.grid.hidden_parts
 
-    def divisions(self, layout: ActivationLayout, dims: int) -> list[Division]:
+    def divisions(self, layout: ActivationLayout, dims: int, *, scores: bool = False) -> list[Division]:
         """Return the divided dimensions of activations with this layout and this number of dimensions.
 
-        A tensor of four dimensions has attention scores: (batch, heads, queries, keys).
+        A tensor of four dimensions inside a pair of layers has attention scores: (batch, heads, queries, keys), unless
+        the first layer of the pair has returned four dimensions. ``scores`` states that it has.
         """
-        hidden = 1 if dims == 4 else dims - 1
+        has_scores = scores or (layout is not ActivationLayout.OUTER and self._inner_dims != 4)
+        hidden = 1 if dims == 4 and has_scores else dims - 1
         if layout is ActivationLayout.WHOLE:
             return []
         if layout is ActivationLayout.SEQUENCE:

@@ -1,9 +1,9 @@
 """Weight split: which block of a weight each rank of a tensor group holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -167,11 +167,15 @@ class SplitWeights:
         group: the tensor group of this process.
         splits: how each divided weight is split. All other weights are whole on each rank.
 
+    Attributes:
+        whole_outputs: returns whole outputs of the model, given those of this rank; None if they are whole.
+
     """
 
     def __init__(self, group: Gathers, splits: Mapping[str, Split]) -> None:
         self.group = group
         self._splits = dict(splits)
+        self.whole_outputs: Callable[[Any], Any] | None = None
 
     def __contains__(self, name: object) -> bool:
         return name in self._splits

@@ -432,7 +432,8 @@ class Assembly:
                 for module in modules.values():
                     put_on(module, device)
             ties = self.ties.for_layers(body.layers, device)
-            head = Head(loss_fn, self._loss_rule(index, part)) if last else None
+            whole = None if self._spec.split is None else self._spec.split.whole_outputs
+            head = Head(loss_fn, self._loss_rule(index, part), whole) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
             body.random = self._spec.random

@@ -221,7 +221,7 @@ class Pipeline(SavingInterface):
                 numerics.split_dims,
                 agreed=probing(host, distributed.tensor_parallel),
             )
-            split = split_layers(module, loss_fn, host, distributed, wrap=wrap, compiles=bool(compile))
+            split = split_layers(module, loss_fn, call, host, distributed, wrap=wrap, compiles=bool(compile))
             layers = layered(module, call, whole_layers)
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)

@@ -6,6 +6,7 @@ blocks. While a pipeline is made, and while layers are measured, the collectives
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,10 @@ from pipesched.capture.stage_module import Wrap
 from pipesched.errors import InputError, ScheduleError
 from pipesched.model.state_guard import set_aside, untouched
 from pipesched.parallel.axis_groups import AxisGroups
+from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
+from pipesched.parallel.divided_outputs import DividedOutputs
 from pipesched.parallel.dropout import DividedRandom
+from pipesched.parallel.layout_trace import LayoutTrace
 from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
@@ -27,6 +31,7 @@ from pipesched.simulation.tensor_layout import TensorLayout
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import Beside, lacks_contents
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["probing", "random_numbers", "split_layers"]
 
@@ -36,20 +41,28 @@ _META = torch.device("meta")
 
 
 def split_layers(
-    model: nn.Module, loss_fn: Any, host: RankHost, distributed: Distributed, *, wrap: Wrap | None, compiles: bool
+    model: nn.Module,
+    loss_fn: Any,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    host: RankHost,
+    distributed: Distributed,
+    *,
+    wrap: Wrap | None,
+    compiles: bool,
 ) -> SplitWeights | None:
     """Split layers of the model in place over the ranks of the tensor group. Return how, or None if no layer is split.
 
     Args:
         model: the user's module.
         loss_fn: the user's loss, which may take divided logits; None if the model computes its own loss.
+        sample: the arguments of a micro-batch.
         host: the host of the ranks.
         distributed: the options, of which ``tensor_parallel`` names the layers.
         wrap: the user's ``wrap=``, which must be None if layers are split.
         compiles: whether the user passed ``compile=``, which must be False if layers are split.
 
     Raises:
-        InputError: the layers cannot be split as ``tensor_parallel=`` asks.
+        InputError: the layers cannot be split as ``tensor_parallel=`` asks, or get blocks that do not fit.
 
     """
     distributed.check_tensor_parallel(
@@ -59,7 +72,50 @@ def split_layers(
         return None
     _set_grid(host.tensor, distributed)
     divide_losses(loss_fn, host.tensor)
-    return split_model(model, distributed.tensor_parallel, host.tensor)
+    split = split_model(model, distributed.tensor_parallel, host.tensor)
+    outputs = _trace_layouts(model, loss_fn, sample, host.tensor)
+    if outputs is not None and outputs.blocks:
+        split.whole_outputs = outputs.whole
+    return split
+
+
+def _trace_layouts(
+    model: nn.Module, loss_fn: Any, sample: tuple[tuple[Any, ...], dict[str, Any]], group: TensorGroup
+) -> DividedOutputs | None:
+    """Run the model once, and return which of its outputs are divided; None if nothing shows this.
+
+    Errors of the model itself are left to the runs that follow. Raises InputError if a layer or the loss gets blocks
+    that do not fit.
+    """
+    in_model, in_loss = (_has_divided_losses(root) for root in (model, loss_fn))
+    if group.grid is None and not in_model and not in_loss:
+        return None
+
+    def look(trace: LayoutTrace, output: Any) -> DividedOutputs:
+        if in_loss:
+            trace.expect_logits(output)
+        elif group.grid is not None:
+            trace.expect_whole([one for one in tensors_in(output) if loss_fn is not None or not one.dim()])
+        return trace.divided(output)
+
+    try:
+        with group.alone(), set_aside(model):
+            for run in (_run_on_meta, _run):
+                trace = LayoutTrace(group)
+                try:
+                    return look(trace, run(model, *sample, trace))
+                except InputError:
+                    raise
+                except Exception:  # any error of a model's code
+                    if lacks_contents(model):
+                        break
+        return None
+    finally:
+        group.layout = ActivationLayout.WHOLE
+
+
+def _has_divided_losses(root: Any) -> bool:
+    return isinstance(root, nn.Module) and any(isinstance(part, VocabularyCrossEntropy) for part in root.modules())
 
 
 def _set_grid(group: TensorGroup, distributed: Distributed) -> None:
@@ -122,12 +178,12 @@ def random_numbers(
     return partial(DividedRandom, group=group, layouts=_layouts(model, layered, group))
 
 
-def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dict[str, ActivationLayout]:
-    """Return the layout of the activations that each layer gets, for layers that do not get whole activations.
+def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dict[tuple[str, int], ActivationLayout]:
+    """Return the layout of the activations that each call of a layer gets, if they are not whole.
 
     The model runs once on the meta device, so that nothing is computed. If its code needs values, it runs with them.
     """
-    found: dict[str, ActivationLayout] = {}
+    found: dict[tuple[str, int], ActivationLayout] = {}
     notes = _LayoutNotes(layered.modules, group, found)
     with group.alone(), set_aside(model):
         try:
@@ -137,16 +193,18 @@ def _layouts(model: nn.Module, layered: LayeredModel, group: TensorGroup) -> dic
                 raise
             _run(model, *layered.sample, notes)
     group.layout = ActivationLayout.WHOLE
-    return {name: layout for name, layout in found.items() if layout is not ActivationLayout.WHOLE}
+    return {call: layout for call, layout in found.items() if layout is not ActivationLayout.WHOLE}
 
 
 class _LayoutNotes:
-    """Notes the layout at the first call of each layer in a ``with`` block, and copies the notes at its end.
+    """Notes the layout at each call of a layer in a ``with`` block, and copies the notes at its end.
 
     The notes are made beside ``found``, because the state that hooks reach is restored after a run of the model.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[str, ActivationLayout]) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], group: TensorGroup, found: dict[tuple[str, int], ActivationLayout]
+    ) -> None:
         self._layers = layers
         self._group = group
         self._found = found
@@ -154,13 +212,19 @@ class _LayoutNotes:
     def __enter__(self) -> None:
         group = self._group
         group.layout = ActivationLayout.WHOLE
-        notes: dict[str, ActivationLayout] = {}
+        notes: dict[tuple[str, int], ActivationLayout] = {}
         self._notes = notes
+        names: dict[nn.Module, list[str]] = {}
+        for name, layer in self._layers.items():
+            names.setdefault(layer, []).append(name)
+        calls = dict.fromkeys(names, 0)
 
-        def note(name: str, *_: Any) -> None:
-            notes.setdefault(name, group.layout)
+        def note(layer: nn.Module, *_: Any) -> None:
+            number, place = divmod(calls[layer], len(names[layer]))  # a layer of several names runs once under each
+            calls[layer] += 1
+            notes[names[layer][place], number] = group.layout
 
-        self._handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in self._layers.items()]
+        self._handles = [layer.register_forward_pre_hook(note) for layer in names]
 
     def __exit__(self, *_: object) -> None:
         self._found.clear()
@@ -169,15 +233,17 @@ class _LayoutNotes:
             handle.remove()
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: AbstractContextManager[Any]) -> Any:
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
     with untouched(model, model.training), torch.no_grad(), notes:
-        model(*args, **kwargs)
+        return model(*args, **kwargs)
 
 
-def _run_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: _LayoutNotes) -> None:
+def _run_on_meta(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: AbstractContextManager[Any]
+) -> Any:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     own = {name: torch.empty_like(tensor, device=_META) for name, tensor in tensors.items()}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=_META), (args, kwargs))
     with untouched(model, model.training), torch.no_grad(), Beside(_META), notes:
-        torch.func.functional_call(model, own, args, kwargs)
+        return torch.func.functional_call(model, own, args, kwargs)

@@ -127,6 +127,10 @@ class KeyedRandom:
         self._call = call
         self._op = op
 
+    def begin(self, key: Key, first: str) -> None:
+        """Begin a forward of a stage, whose first layer is ``first``."""
+        self.enter(key, "")
+
     @property
     def place(self) -> Place:
         """The place of the next random call, to be passed to ``repeated``."""

@@ -14,6 +14,7 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = [
     "ASKS",
     "DIFFERENTIATES",
+    "LOSSES",
     "MAKE_DUAL",
     "READS",
     "changed_in_place",
@@ -34,6 +35,8 @@ _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 #: Functions that compute gradients, which a forward may call.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+#: Functions of pipesched that reduce over rows as torch's loss functions do, by arguments of the same names.
+LOSSES: set[Callable[..., Tensor]] = set()
 #: The function that begins forward-mode differentiation, which ``torch.func.jvp`` uses, too.
 MAKE_DUAL = "_make_dual"
 _OPERATOR = type(torch.ops.aten.add.Tensor)

@@ -122,7 +122,7 @@ def test_a_recomputed_draw_has_the_layout_of_its_first_run():
 
 def test_each_layer_begins_with_its_own_layout():
     group = TensorGroup.counting(2)
-    random = DividedRandom(CPU, group, {"inner": SEQUENCE})
+    random = DividedRandom(CPU, group, {("inner", 0): SEQUENCE})
     group.layout = DIVIDED
     random.enter(KEY, "inner")
     assert group.layout is SEQUENCE

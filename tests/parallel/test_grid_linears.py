@@ -49,6 +49,11 @@ WRONG = {
     "mesh": (lambda mesh: Linear3D.from_linear(nn.Linear(4, 4), mesh), ScheduleError, "must have the shape (l, l, l)"),
     "inputs": (lambda mesh: Linear2D.from_linear(nn.Linear(5, 4), mesh), InputError, "has 5 elements for 2 ranks"),
     "outputs": (lambda mesh: Linear2D.from_linear(nn.Linear(4, 7), mesh), InputError, "has 7 elements for 2 ranks"),
+    "a whole input": (
+        lambda mesh: Linear2D.from_linear(nn.Linear(4, 4), mesh)(torch.zeros(4, 4)),
+        InputError,
+        "'Linear2D' gets a tensor of shape [4, 4], but its block has 2 hidden units; pass scatter_input(x)",
+    ),
     "rows": (
         lambda mesh: (layer := Linear2D.from_linear(nn.Linear(4, 4), mesh)) and layer.scatter_input(torch.zeros(3, 4)),
         InputError,

@@ -104,6 +104,7 @@ class LayerRunner:
         )
         self.deferral = Deferral()
         self._random = body.random(inputs.device)
+        self._first = next(iter(body.layers), "")
         self._added = AddedLosses(self._random)
         back = InBackward(self._random)
         own = self._added.in_backward
@@ -157,7 +158,7 @@ class LayerRunner:
             values = (value,)
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
-        self._random.enter(saved.key, "")
+        self._random.begin(saved.key, self._first)
         call = self._call
         if not self._is_plain or saved.weights or saved.buffers:
             call = partial(self._call_treated, saved, self._checkpoint_of_call if grad else {})
@@ -379,13 +380,13 @@ class LayerRunner:
 
         ``made`` holds the tensors that this forward has made, if they are recorded.
         """
-        if self._step_data.keep_outputs:
-            self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))
+        if self._step_data.keep_outputs and saved.microbatch not in self._step_data.outputs:
+            self._step_data.outputs[saved.microbatch] = Payload.of(head.whole(output) if head.whole else output)
         if saved.loss_inputs is None:
             return output
         target, factor = saved.loss_inputs
         if self._step_data.metrics:
-            self._measure(saved, output, target)
+            self._measure(head, saved, output, target)
         if head.rule is None and self._mode.passes(head.loss_fn):
             loss = head.loss(output, target, _NOTHING)
         else:
@@ -410,12 +411,14 @@ class LayerRunner:
             drop_unweighted_gradients(trainable_leaves(output), factor)
         return loss if factor is None else scaled(loss, factor)  # of a factor known to be 0, no backward runs
 
-    def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
+    def _measure(self, head: Head, saved: MicrobatchState, output: Any, target: Any) -> None:
         """Compute the metrics of a micro-batch, except in a recompute."""
         metrics = self._step_data.metrics.get(saved.microbatch)
         if metrics is not None and not saved.measured:
             saved.measured = True
-            self._step_data.measured[saved.microbatch] = measured(metrics, output, target)
+            self._step_data.measured[saved.microbatch] = measured(
+                metrics, head.whole(output) if head.whole else output, target
+            )
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
         """Return the tensors that replace a module's own tensors in one call."""
