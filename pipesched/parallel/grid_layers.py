@@ -282,6 +282,11 @@ class JoinsBlocks(nn.Module):
         """Call the module, and gather the blocks of its output."""
         output = super().forward(*args, **kwargs)
         grid = grid_of(self)
+        if not isinstance(output, Tensor):
+            raise InputError(
+                f"a module with the style 'end' must return a tensor; {held_by(self).options['name']!r} returns a "
+                f"{type(output).__name__}; give 'end' to an nn.Identity for each tensor"
+            )
         layout = _INNER if grid.group.layout is _INNER else _OUTER  # while it is measured by itself, it may be whole
         name = held_by(self).options["name"]
         grid.group.expect(output, layout, name)

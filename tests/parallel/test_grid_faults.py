@@ -37,6 +37,13 @@ class Calls(nn.Module):
         return self.call(self, *args)
 
 
+class Twice(nn.Module):
+    """Returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
@@ -54,6 +61,12 @@ WRONG: dict[str, tuple[Any, Any, str, list[str]]] = {
         {"end": "end", **PAIR},
         "2d 3d",
         ["'up' gets activations of shape [8, 6, 16] that are whole", "'begin'"],
+    ),
+    "a pair of outputs": (
+        lambda: Calls(lambda own, x: own.after(own.down(own.up(own.begin(x))))[0], after=Twice(), **pair()),
+        {"begin": "begin", "after": "end", **PAIR},
+        "2d 3d",
+        ["'after' returns a tuple", "an nn.Identity for each tensor"],
     ),
     "two begins": (
         lambda: Calls(lambda own, x: own.end(own.down(own.up(own.other(own.begin(x))))), other=nn.Identity(), **pair()),
