@@ -170,29 +170,20 @@ class TensorLayout:
 
         Raises ScheduleError if that many ranks do not form a square, or a cube, or d squares.
         """
-        shapes: dict[str, Sequence[tuple[int, ...]]] = {
-            "1d": [(size,)],
-            "2d": [(side, side) for side in _roots(size, 2)],
-            "2.5d": [
-                (size // side**2, side, side)
-                for side in range(2, math.isqrt(size) + 1)
-                if size % side**2 == 0 and 1 < size // side**2 <= side
-            ],
-            "3d": [(side, side, side) for side in _roots(size, 3)],
-        }
-        if not is_count(size) or kind not in shapes:
+        if kind not in get_args(LayoutKind) or not is_count(size):
             return cls(kind=kind, shape=(size,))  # raises the error of a wrong kind or size
-        if not shapes[kind]:
+        found = next((layout for layout in cls.every(size) if layout.kind == kind), None)
+        if found is None:
             form = {"2d": "q x q, such as 4 or 9", "2.5d": "d x q x q with 2 <= d <= q, such as 8 or 32"}
             raise ScheduleError(
                 f"the number of ranks of a {kind} layout must be {form.get(kind, 'l x l x l, such as 8 or 27')}; got "
                 f"{size}; choose such a number, or another kind"
             )
-        return cls(kind=kind, shape=shapes[kind][0])
+        return found
 
     @classmethod
     def every(cls, size: int) -> "list[TensorLayout]":
-        """Return all layouts for a number of ranks."""
+        """Return all layouts for a number of ranks, of each kind those with the largest depth first."""
         layouts = [cls(kind="1d", shape=(size,))]
         for side in range(2, math.isqrt(size) + 1):
             depth, rest = divmod(size, side**2)
@@ -358,8 +349,3 @@ class TensorLayout:
     def from_dict(cls, values: Any) -> "TensorLayout":
         """Make the layout from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a tensor layout must have")
-
-
-def _roots(number: int, power: int) -> list[int]:
-    side = round(number ** (1 / power))
-    return [side] if side**power == number else []
