@@ -46,9 +46,9 @@ class DividedRandom(KeyedRandom):
         if layer and op == 0:
             self._group.layout = self._layouts.get((layer, call), ActivationLayout.WHOLE)
 
-    def begin(self, key: Key, first: str) -> None:
-        super().begin(key, first)
-        self._group.layout = self._layouts.get((first, 0), ActivationLayout.WHOLE)  # code may run before the layer
+    def begin(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
+        super().enter(key, layer, call, op)
+        self._group.layout = self._layouts.get((self.first_layer, 0), ActivationLayout.WHOLE)
 
     def _layout(self) -> ActivationLayout:
         """Return the layout of the activations. A recomputed draw has the layout of its first run."""

@@ -78,7 +78,7 @@ class Grid(Protocol):
         """Return how activations are divided whose hidden units or heads lie in the dimension ``hidden``."""
 
 
-class Trace(Protocol):
+class FollowsLayouts(Protocol):
     """Follows which activations are divided."""
 
     def note(self, tensor: Any, layout: ActivationLayout, name: str) -> None:
@@ -137,7 +137,7 @@ class TensorGroup:
         self.shared: tuple[Tensor, int, Tensor] | None = None
         self._layout = ActivationLayout.WHOLE
         self.grid: Grid | None = None
-        self.trace: Trace | None = None
+        self.trace: FollowsLayouts | None = None
         self.job: JobGroups | None = None
         self.process_group = process_group
         self._name = ""

@@ -118,6 +118,7 @@ class KeyedRandom:
         self._call = 0
         self._op = 0
         self._outside: str | None = None
+        self.first_layer = ""  # of the stage
         self.again = False  # True while a layer is recomputed in a backward pass
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
@@ -127,9 +128,8 @@ class KeyedRandom:
         self._call = call
         self._op = op
 
-    def begin(self, key: Key, first: str) -> None:
-        """Begin a forward of a stage, whose first layer is ``first``."""
-        self.enter(key, "")
+    #: Sets the place at the beginning of a stage, outside of its layers.
+    begin = enter
 
     @property
     def place(self) -> Place:

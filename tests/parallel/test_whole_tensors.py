@@ -120,7 +120,7 @@ def test_norms_of_planes_are_those_of_whole_gradients(size: int, norm_type: floa
         model = nn.ParameterList(own)
         for parameter in model:
             parameter.grad = parameter.detach().clone()
-        planes = PlaneNorms(group, {one for one, split in zip(model, splits) if split is not None})
+        planes = PlaneNorms(group, {one: True for one, split in zip(model, splits) if split is not None})
         measured = NormMeasure(ParameterOrder({"": model}), planes).of(list(model), norm_type)
         flag = torch.tensor(group.rank == 1)
         return measured, planes.of(list(model), measured._replace(nonfinite=flag), norm_type)
@@ -140,7 +140,7 @@ def test_a_whole_weight_has_the_norm_of_the_first_plane() -> None:
     def job(group: Any) -> float:
         weight = nn.Parameter(torch.ones(1))
         norms = GradientNorms("0", torch.tensor([1.0 + group.rank]))
-        found = PlaneNorms(group, ()).of([weight], norms, 2.0).norms
+        found = PlaneNorms(group, {}).of([weight], norms, 2.0).norms
         assert found is not None
         return float(found[0])
 

@@ -104,7 +104,7 @@ class LayerRunner:
         )
         self.deferral = Deferral()
         self._random = body.random(inputs.device)
-        self._first = next(iter(body.layers), "")
+        self._random.first_layer = next(iter(body.layers), "")
         self._added = AddedLosses(self._random)
         back = InBackward(self._random)
         own = self._added.in_backward
@@ -158,7 +158,7 @@ class LayerRunner:
             values = (value,)
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
-        self._random.begin(saved.key, self._first)
+        self._random.begin(saved.key, "")
         call = self._call
         if not self._is_plain or saved.weights or saved.buffers:
             call = partial(self._call_treated, saved, self._checkpoint_of_call if grad else {})
