@@ -60,7 +60,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: _Exchange, back: _Exchange) -> Tensor:
         ctx.back = back
-        return there(x)
+        return there(x).data  # no view, which code after the layer could not change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

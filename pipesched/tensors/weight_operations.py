@@ -52,7 +52,7 @@ class _Weighted(torch.autograd.Function):
         ctx.operation = operation
         ctx.trains = any(ctx.needs_input_grad[2:])
         ctx.save_for_backward(*weights, *([x] if ctx.trains else []))
-        return operation.output(x, *weights)
+        return operation.output(x, *weights).data  # no view, which code after the layer could not change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -54,6 +54,22 @@ def root_mean(dtype):
     return within(RootMean(dtype)), [states(dtype)], {}
 
 
+class InPlace(nn.Module):
+    """Changes the outputs of its linear layers in place."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False, dtype=dtype)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return self.down(nn.functional.relu_(self.up(x))).mul_(2)
+
+
+def in_place(dtype):
+    return within(InPlace(dtype)), [states(dtype)], {}
+
+
 class Attention(nn.Module):
     """Attention with queries, keys and values in one weight, and a norm of each head."""
 
@@ -121,6 +137,7 @@ CASES = {
     "a pair": (pair, {**IN, "1.norm": "norm", "1.up": "column", "1.down": "row", **OUT}),
     "a pair of rows": (flat, {**IN, "1.norm": "norm", "1.up": "column", "1.down": "row", **OUT}),
     "a pair with RMSNorm": (root_mean, {**IN, "1.norm": "norm", "1.up": "column", "1.down": "row", **OUT}),
+    "changed in place": (in_place, {**IN, "1.up": "column", "1.down": "row", **OUT}),
     "attention": (
         attention,
         {**IN, "1": Heads("heads"), "1.qkv": Column(sections=3), "1.norm": "summed", "1.out": "row", **OUT},

@@ -179,3 +179,31 @@ def test_divided_layers_give_the_numbers_of_one_process(ranks, case, dtype, size
     make, wanted = CASES[case]
     results = ranks.run(size, compared, size, make, wanted, dtype)
     assert max(difference for difference, _ in results) <= EXACT[dtype]
+
+
+class InPlace(nn.Module):
+    """Changes the outputs of its linear layers in place."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, dtype=dtype), nn.Linear(HIDDEN, WIDTH, False, dtype=dtype)
+
+    def forward(self, x):
+        return self.down(nn.functional.relu_(self.up(x))).mul_(2)
+
+
+def in_place(dtype):
+    return InPlace(dtype), [states(dtype)], {}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"up": "column", "down": "row"},
+        {"up": "column-gathered", "down": "row-whole-input"},
+    ],
+    ids=str,
+)
+def test_code_may_change_the_outputs_of_divided_layers_in_place(ranks, wanted):
+    results = ranks.run(2, compared, 2, in_place, wanted)
+    assert max(difference for difference, _ in results) <= EXACT[torch.float64]
