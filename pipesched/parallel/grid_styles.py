@@ -4,6 +4,7 @@
 layouts of any dimensions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,21 +33,23 @@ from pipesched.parallel.layer_styles import (
     Norm,
     Row,
     SummedWeights,
+    apply_inside,
     check_embedding,
     check_linear,
     plain_attention,
     sections_of,
+    splits_inside,
 )
 from pipesched.parallel.split_module import become
 from pipesched.parallel.tensor_group import TensorGroup
-from pipesched.parallel.weight_split import GridSplit
+from pipesched.parallel.weight_split import GridSplit, Split
 from pipesched.simulation.tensor_layout import Axis, TensorLayout
 
 __all__ = ["GridStyle", "on_grid"]
 
 
 @dataclass(frozen=True)
-class GridStyle:
+class GridStyle(ABC):
     """How the ranks of a grid divide a module.
 
     Attributes:
@@ -56,13 +59,13 @@ class GridStyle:
 
     layout: TensorLayout
 
-    def splits(self, module: nn.Module, name: str) -> Mapping[str, GridSplit]:
+    @abstractmethod
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, Split]:
         """Return how each divided parameter is split, by its name in the module. Raises InputError for a wrong kind."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
         """Give a module, whose weights have been divided, the forward and the attributes of this style."""
-        raise NotImplementedError
 
     def _split(self, *dims: tuple[Axis, ...], sections: tuple[int, ...] = ()) -> GridSplit:
         return GridSplit(layout=self.layout, dims=dims, sections=sections)
@@ -205,24 +208,19 @@ class GridAttention(GridStyle):
 class GridBlock(GridStyle):
     """Divides an ``nn.TransformerEncoderLayer``: its attention, its linear layers and its norms."""
 
-    def splits(self, module: nn.Module, name: str) -> Mapping[str, GridSplit]:
+    def splits(self, module: nn.Module, name: str) -> Mapping[str, Split]:
         if not isinstance(module, nn.TransformerEncoderLayer):
             raise InputError(
                 f"in two or three dimensions, the style 'block' must be given to an nn.TransformerEncoderLayer; "
                 f"{name!r} is a {type(module).__name__}; give styles to the layers inside it"
             )
-        return {
-            f"{child}.{parameter}": split
-            for child, style in self._styles().items()
-            for parameter, split in style.splits(module.get_submodule(child), f"{name}.{child}").items()
-        }
+        return splits_inside(module, name, self._styles())
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        for child, style in self._styles().items():
-            style.apply(module.get_submodule(child), f"{name}.{child}", group)
+        apply_inside(module, name, self._styles(), group)
         become(module, None, group, {"activation_relu_or_gelu": 0})  # torch's fused function needs whole weights
 
-    def _styles(self) -> dict[str, GridStyle]:
+    def _styles(self) -> dict[str, LayerStyle]:
         layout = self.layout
         return {
             "self_attn": GridAttention(layout),

@@ -29,12 +29,14 @@ __all__ = [
     "SequencePart",
     "SummedWeights",
     "Whole",
+    "apply_inside",
     "check_embedding",
     "check_linear",
     "is_plain_embedding",
     "linear_kind",
     "plain_attention",
     "sections_of",
+    "splits_inside",
 ]
 
 _DIM_OF_CONV1D = {"in": 0, "out": 1}
@@ -52,6 +54,21 @@ class LayerStyle(Protocol):
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
         """Give a module, whose weights have been divided, the forward and the attributes of this style."""
+
+
+def splits_inside(module: nn.Module, name: str, styles: Mapping[str, LayerStyle]) -> dict[str, Split]:
+    """Return how the parameters of a module are split whose submodules have these styles, by their names in it."""
+    return {
+        f"{child}.{parameter}": split
+        for child, style in styles.items()
+        for parameter, split in style.splits(module.get_submodule(child), f"{name}.{child}").items()
+    }
+
+
+def apply_inside(module: nn.Module, name: str, styles: Mapping[str, LayerStyle], group: TensorGroup) -> None:
+    """Apply styles to submodules, by their names in a module, whose weights have been divided."""
+    for child, style in styles.items():
+        style.apply(module.get_submodule(child), f"{name}.{child}", group)
 
 
 class _ShortRepr:
@@ -294,15 +311,10 @@ class Block(_ShortRepr):
     sequence: bool = False
 
     def splits(self, module: nn.Module, name: str) -> Mapping[str, Split]:
-        return {
-            f"{child}.{parameter}": split
-            for child, style in self._styles(module, name).items()
-            for parameter, split in style.splits(module.get_submodule(child), f"{name}.{child}").items()
-        }
+        return splits_inside(module, name, self._styles(module, name))
 
     def apply(self, module: nn.Module, name: str, group: TensorGroup) -> None:
-        for child, style in self._styles(module, name).items():
-            style.apply(module.get_submodule(child), f"{name}.{child}", group)
+        apply_inside(module, name, self._styles(module, name), group)
         if isinstance(module, nn.TransformerEncoderLayer):
             become(module, None, group, {"activation_relu_or_gelu": 0})  # torch's fused function needs whole weights
 

@@ -301,9 +301,9 @@ class TensorGroup:
         if self.size == 1:
             return tensor
         order = _memory_order(tensor)
-        sent = tensor.nbytes * _children(self.rank, root, self.size)
+        messages = _children(self.rank, root, self.size)
         received = tensor.nbytes if self.rank != root else 0
-        traffic = Traffic(1, sent, received, _children(self.rank, root, self.size), (self.size - 1).bit_length())
+        traffic = Traffic(1, messages * tensor.nbytes, received, messages, (self.size - 1).bit_length())
         if not self._exchanges("broadcast", traffic, tensor):
             return tensor
         own = tensor.permute(order).contiguous()
