@@ -37,7 +37,7 @@ from tests.support.rank_processes import Ranks
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> None:
@@ -77,7 +77,7 @@ def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
         assert not [key for key, value in plain.state_dict().items() if not torch.equal(value, whole[key])]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "first")])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_trains_over_a_mesh(ranks: Ranks, name: str, schedule: str, inputs: str) -> None:
@@ -101,7 +101,7 @@ def test_inputs_go_where_they_are_used() -> None:
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_models_have_the_bits_of_the_loop(name: str, checkpoint: str) -> None:
@@ -113,6 +113,7 @@ def test_recomputed_models_have_the_bits_of_the_loop(name: str, checkpoint: str)
     assert_equal(state(own), state(plain))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("towers", "loose")])
 def test_outputs_are_the_models_own(name: str) -> None:
     own, plain = made(name)[0].eval(), made(name)[0].eval()
@@ -230,7 +231,7 @@ def both_ways(group: places.Group, name: str, schedule: str) -> None:
             assert torch.equal(pipe.evaluate(*args, **kwargs, **target), pipe.evaluate(*args, **kwargs, **target))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["attends", "tied", "loose", "towers", "repeated"])
 def test_two_directions_train_any_model(run: places.Run, name: str) -> None:
     run(2, both_ways, name, "dualpipe" if name == "loose" else "chimera")
@@ -244,7 +245,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("schedule", "kind"), [("1f1b", sgd), ("zb-v", adam)])
 @pytest.mark.parametrize("name", ["tied", "loose", "repeated"])
 def test_weights_after_steps_are_those_of_one_optimizer(run: places.Run, name: str, schedule: str, kind: Any) -> None:
@@ -321,6 +322,7 @@ def other_sizes(group: places.Group) -> None:
             assert torch.equal(parameter.grad, expected[name].grad)
 
 
+@pytest.mark.one_in(3)
 def test_numbers_that_layers_give_follow_the_batch(run: places.Run) -> None:
     run(3, other_sizes)
 

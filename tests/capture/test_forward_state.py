@@ -92,7 +92,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", REPLACING)
 @pytest.mark.parametrize("at", [(1,), (1, 2), (0, 5)], ids=["once", "twice", "far apart"])
@@ -176,7 +176,7 @@ class OfFirstBatch(Table):
 TABLES = (Table, NotSaved, Announced, Assigned, Plain)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", [*TABLES, OfFirstBatch])
 def test_a_table_that_a_layer_makes_in_its_first_forward(kind: type[Table], how: str) -> None:
@@ -184,7 +184,7 @@ def test_a_table_that_a_layer_makes_in_its_first_forward(kind: type[Table], how:
     check(lambda: nn.Sequential(*(kind() for _ in range(4))), FLOATS, **HOW[how])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", TABLES)
 def test_stages_that_call_one_layer_each_make_its_table(kind: type[Table]) -> None:
     check(lambda: Calls(kind(), 0, 2, 5), FLOATS, stages=4)
@@ -223,6 +223,7 @@ class FillsOnce(Table):
         return self.linear(x) * self.table * (1 + 0.1 * len(self.seen)) / (1 + self.largest)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", HOW)
 def test_attributes_of_layers_also_where_stages_run_again(how: str) -> None:
     check(lambda: InBlocks(FillsOnce), FLOATS, steps=3, **HOW[how])
@@ -252,7 +253,7 @@ class Grows(nn.Module):
         return self.linear(x) * self.cosines[: x.shape[1]]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("length", [0, 2, 4])
 @pytest.mark.parametrize("at", [(1,), (0, 5)], ids=["once", "twice"])
 def test_a_table_that_grows_with_longer_sequences(length: int, at: tuple[int, ...]) -> None:
@@ -315,7 +316,7 @@ class Between(Calls):
         return x
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_that_the_code_between_layers_makes(kind: type[Table], how: str) -> None:
@@ -404,6 +405,7 @@ MAKING: dict[str, Callable[[type[Makes]], nn.Module]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "where"),
     [*product([Makes, MakesWeight], MAKING), (Exchanges, "in a row")],
@@ -423,6 +425,7 @@ def test_weights_that_the_first_forward_makes_must_be_there_before(kind: type[Ma
     check(settled, FLOATS, stages=2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["in a layer", "between layers"])
 def test_layers_that_the_first_forward_exchanges_with_the_same_weights(where: str) -> None:
     check(lambda: MAKING[where](Exchanges), FLOATS, stages=2)
@@ -513,6 +516,7 @@ class DeltaBetween(Calls):
 OTHER_WEIGHTS = (Delta, Scaled, OtherLeaf, Constant)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", OTHER_WEIGHTS)
 def test_a_layer_may_call_its_modules_with_other_weights(kind: type[Delta]) -> None:
     check(lambda: Calls(kind(), 1, 4), FLOATS)
@@ -577,7 +581,7 @@ def in_own(add: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("where", [in_layers, in_own])
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
@@ -640,7 +644,7 @@ def train(group: places.Group, name: str, schedule: str, checkpoint: CheckpointM
         assert output is None or torch.equal(output, due)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("zb-h1", "never")])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_models_whose_forward_changes_state_train_over_two_processes_as_the_loop(
@@ -649,6 +653,7 @@ def test_models_whose_forward_changes_state_train_over_two_processes_as_the_loop
     ranks.run(2, train, name, schedule, checkpoint)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_a_saved_run_continues(name: str, tmp_path: Any) -> None:
     own, other = made(DISTRIBUTED[name]), made(DISTRIBUTED[name])

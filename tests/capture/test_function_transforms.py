@@ -82,7 +82,7 @@ def jacobians(self: Any, number: int, x: Tensor) -> Tensor:
     return torch.vmap(torch.func.jacrev(lambda row: row.sin() * row.sum()))(x).sum(1) if number == 3 else x
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(
     "between", [rows, members, enclosed_weight, two_dims, several, containers, gradient, jacobians]
@@ -271,6 +271,7 @@ class Tangents(Blocks):
         self.blocks = nn.ModuleList(Tangent() for _ in range(4))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("make", "place"), [(with_code(tangent), "the code between layers"), (Tangents, r"layer 'blocks\.0'")]
 )
@@ -364,7 +365,7 @@ TRANSFORMS_IN_A_LAYER = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("boundaries", [None, ("1", "2")], ids=["measured", "given"])
 @pytest.mark.parametrize("how", TRANSFORMS_IN_A_LAYER)
 def test_weights_in_transforms_inside_layers(

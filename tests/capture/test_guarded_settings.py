@@ -140,13 +140,13 @@ class Passes(nn.Module):
         return x
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_layers_in_a_row(settings: Callable[[], Any]) -> None:
     check(lambda: nn.Sequential(*(Configured(settings()) for _ in range(4))), FLOATS, steps=1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_a_model_passes_to_its_layers(settings: Callable[[], Any]) -> None:
     check(lambda: Passes(settings()), FLOATS, steps=1)
@@ -175,7 +175,7 @@ class PassesOn(nn.Module):
         return x
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_layers_return(settings: Callable[[], Any]) -> None:
     check(lambda: PassesOn(settings()), FLOATS, steps=1)

@@ -131,7 +131,7 @@ def test_these_are_all_losses_of_torch() -> None:
     assert {case.module for case in CASES} | OTHERS == {*torch_losses.__all__} | {"LinearCrossEntropyLoss"}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides", "ignore:NLLLoss2d has been deprecated")
 @pytest.mark.parametrize(
     ("case", "reduction"),
@@ -146,6 +146,7 @@ def test_micro_batches_give_the_loss_of_the_whole_batch(case: Case, reduction: s
     assert_trains_as_the_whole_batch(loss_fn, case.target, case.end)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.module)
 def test_functions_of_torch_reduce_by_their_defaults(case: Case) -> None:
@@ -162,6 +163,7 @@ def test_the_older_names_of_reductions_count_too(average: bool | None, reduce: b
         assert_trains_as_the_whole_batch(function, SOME)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"weight": CLASS_WEIGHTS}, {"ignore_index": 1}, {"label_smoothing": 0.2}])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
 def test_what_cross_entropy_counts(options: dict[str, Any], schedule: str) -> None:

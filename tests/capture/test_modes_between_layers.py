@@ -109,13 +109,14 @@ MODELS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_layers_in_other_modes(kind: type[nn.Module], stages: int) -> None:
     check(kind, FLOATS, stages=stages)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [Decorated, OneLayerInFullPrecision])
 def test_layers_in_other_modes_are_recomputed(kind: type[nn.Module]) -> None:
     check(kind, FLOATS, checkpoint="always")
@@ -166,6 +167,7 @@ class TrunkInInferenceMode(Lines):
         return self.through(x.clone(), 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", [ScaleInInferenceMode, InferenceOnInputs, TrunkInInferenceMode])
 def test_inference_mode_between_layers(kind: type[nn.Module], stages: int) -> None:

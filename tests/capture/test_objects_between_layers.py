@@ -110,7 +110,7 @@ class Masked(nn.Module):
         return x
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("stages", [2, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_exchange_objects_with_tensors(kind: Callable[[Any, Any], Any], stages: int) -> None:
@@ -178,7 +178,7 @@ class Reported(nn.Module):
         return x * self.use(value)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", RETURNED)
 def test_plain_values_that_a_layer_returns_are_those_of_the_batch(kind: str) -> None:
     check(functools.partial(Reported, *RETURNED[kind]), FLOATS, LENGTHS, schedules=["1f1b"])
@@ -199,6 +199,7 @@ UNSENT: dict[str, tuple[Callable[[int], Any], Callable[[Any], float], str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", UNSENT)
 def test_an_object_that_cannot_be_sent_is_refused_by_class_and_the_remedy_works(kind: str) -> None:
     wrap, use, name = UNSENT[kind]
@@ -308,6 +309,7 @@ HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", HELD)
 def test_layers_find_tensors_in_objects_on_batches_of_other_shapes(kind: str) -> None:
     plain, own = (made(functools.partial(Gates, *HELD[kind])) for _ in range(2))

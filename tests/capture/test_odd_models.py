@@ -180,6 +180,7 @@ class Mixed(nn.Module):
         return self.last(self.writes(x) + x)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(
     "boundaries", [["silent", "relu"], ["relu", "second"], ["second", "writes"], ["writes", "last"]]
@@ -255,6 +256,7 @@ class Recomputes(Row):
         return x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Adds, Asks, Stored, Recomputes])
 def test_the_pipeline_and_the_reference_give_the_loss_of_plain_pytorch(kind: type[nn.Module]) -> None:
     x, target = torch.randn(8, 8), torch.ones(8, 8)
@@ -333,6 +335,7 @@ class Bare(nn.Module):
         return nn.functional.dropout(x * self.weight, 0.2, self.training)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Bare, lambda: nn.Sequential(nn.Linear(8, 8))])
 def test_a_model_of_one_layer_has_one_stage(make: Callable[[], nn.Module]) -> None:
     check(make, FLOATS, stages=1)
@@ -342,6 +345,7 @@ def test_a_model_of_one_layer_has_one_stage(make: Callable[[], nn.Module]) -> No
         Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [list, tuple, nn.ModuleList])
 def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
     def make() -> Any:

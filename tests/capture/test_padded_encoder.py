@@ -81,7 +81,7 @@ def evaluates_alike(pipe: Pipeline, plain: nn.Module) -> None:
         torch.testing.assert_close(pipe.evaluate(X, mask, target=TARGET), square(expected, TARGET), msg=name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("sample", ["ends", "full rows", "holes in one micro-batch"])
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ class Towers(nn.Module):
         return self.head(self.second(self.first(x, padding), padding))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm(8)])
 @pytest.mark.parametrize("kind", [Model, Towers])
 def test_encoders_inside_layers(kind: type[nn.Module], norm: nn.Module | None) -> None:
@@ -148,7 +148,7 @@ def test_an_encoder_can_be_the_whole_model() -> None:
         torch.testing.assert_close(got, plain.eval()(X, src_key_padding_mask=ENDS))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("given", [{}, {"whole_layers": ["encoder"]}, {"checkpoint": "always"}], ids=str)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_an_encoder_in_evaluation_mode_inside_a_model_that_trains(frozen: bool, given: dict[str, Any]) -> None:
@@ -172,6 +172,7 @@ def test_an_encoder_in_evaluation_mode_inside_a_model_that_trains(frozen: bool, 
     torch.testing.assert_close(loss, square(torch.cat(expected), TARGET).detach())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "mask", "message"),
     [
@@ -210,6 +211,7 @@ def over_processes(group: Any, inputs: Any) -> None:
         assert torch.equal(loss, reference_step(plain, X, ENDS, target=TARGET, step=0, **options))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 def test_two_processes(ranks: Ranks, inputs: str) -> None:
     ranks.run(2, over_processes, inputs)

@@ -50,7 +50,7 @@ def same_gradients(pipe: Pipeline, plain: nn.Module) -> None:
         assert own.grad is None or torch.equal(own.grad, other), name
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "gpipe", "zb-v"])
 @pytest.mark.parametrize("kind", BY_INPUT)
 def test_branches_on_inputs(kind: type[Text], schedule: str) -> None:
@@ -59,14 +59,14 @@ def test_branches_on_inputs(kind: type[Text], schedule: str) -> None:
         trained_alike(pipe, model_of(kind), [batch_of(padding) for padding in MIXED])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [kind for kind in BY_INPUT if kind is not Exits])
 def test_the_sample_may_take_either_branch(kind: type[Text]) -> None:
     with Pipeline(model_of(kind), sample_of(3), devices=["cpu"] * 3, schedule="1f1b", **OPTIONS) as pipe:
         trained_alike(pipe, model_of(kind), [batch_of(padding) for padding in MIXED])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", [*BY_INPUT, *BY_CHANCE])
 def test_recomputed_stages_take_the_branch_of_their_forward(kind: type[Text]) -> None:
     options = {"schedule": "1f1b", "checkpoint": "always", **OPTIONS}
@@ -74,7 +74,7 @@ def test_recomputed_stages_take_the_branch_of_their_forward(kind: type[Text]) ->
         trained_alike(pipe, model_of(kind), [batch_of(padding) for padding in MIXED])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("kind", BY_CHANCE)
 def test_skipped_layers_are_drawn_like_in_the_plain_loop(kind: type[Text], schedule: str) -> None:
@@ -96,6 +96,7 @@ def test_every_mixture_of_two_branches() -> None:
             torch.testing.assert_close(pipe.evaluate(**batch), due)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [Padded, Shaped])
 def test_other_lengths_make_no_new_paths(kind: type[Text]) -> None:
     plain = model_of(kind)
@@ -121,7 +122,7 @@ def over_ranks(group: places.Group, kind: type[Text], inputs: str, schedule: str
             torch.testing.assert_close(loss, sum(plain.eval()(*part) * 0.25 for part in parts))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("kind", [*BY_INPUT, *BY_CHANCE])
 def test_ranks_agree_on_paths(ranks: Any, kind: type[Text], inputs: str) -> None:

@@ -44,7 +44,7 @@ class Counts(nn.Module):
         return x * (1 + count)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kind", COUNTED)
 def test_the_number_of_results_of_a_function_is_that_of_the_micro_batch(kind: str, reverse: bool) -> None:
@@ -105,7 +105,7 @@ CUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("kind", CUT)
 def test_tensors_are_bounds_of_slices(kind: str, stages: int) -> None:

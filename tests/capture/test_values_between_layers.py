@@ -65,7 +65,7 @@ def by_hand(self: Any, x: Tensor, lengths: Tensor) -> PackedSequence:
     return PackedSequence(packed.data.tanh(), *packed[1:])
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("pack", [padded, sorted_if_possible, listed, by_hand])
 def test_packed_sequences(pack: Callable[[Any, Tensor, Tensor], PackedSequence], stages: int) -> None:
@@ -130,7 +130,7 @@ class Summed(nn.Linear):
         return super().forward((query * key).tanh() + value * 0.5) + rest
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("boundaries", [["outs.0"], ["ins.1"], ["outs.0", "outs.1", "outs.2"], ["ins.1", "outs.2"]])
 def test_a_layer_may_return_a_tensor_more_than_once(boundaries: list[str]) -> None:
     check(Repeating, WORDS, LENGTHS, stages=len(boundaries) + 1, boundaries=boundaries)
@@ -181,7 +181,7 @@ class Made(Nested):
         return self.head(torch.stack([row.mean(0) for row in nested.unbind()]))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("kind", [Nested, Made])
 def test_jagged_tensors(kind: Callable[[], nn.Module], stages: int) -> None:
@@ -260,7 +260,7 @@ class ToOutput(Routed):
 BOUNDARIES = {2: ["blocks.3"], 3: ["blocks.2", "blocks.4"], 4: ["blocks.2", "blocks.3", "blocks.4"]}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("kind", [Routed, ByName, ByAttribute, ToFunction, ToOutput])
 def test_a_value_that_takes_different_routes_trains_as_the_loop(kind: type[Routed], stages: int) -> None:
@@ -319,6 +319,7 @@ class ByLayer(Routed):
         return self.head(seen, which)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_layer_may_choose_among_values(stages: int) -> None:
     own, plain = made(ByLayer), made(ByLayer)

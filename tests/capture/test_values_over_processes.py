@@ -45,7 +45,7 @@ def train(group: Group, name: str) -> None:
                 assert (grad is due is None) or torch.equal(grad, due), key
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_like_the_loop(ranks: Ranks, name: str) -> None:
     ranks.run(2, train, name)

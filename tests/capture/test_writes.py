@@ -332,7 +332,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", CODES)
 def test_a_write_reaches_every_stage(name: str) -> None:
     model = type(name, (Writes,), {"forward": CODES[name]})
@@ -377,5 +377,6 @@ def written_early(group: places.Group) -> None:
         assert_as(pipe, plain)
 
 
+@pytest.mark.one_in(2)
 def test_writes_before_the_first_block_train_over_two_ranks(run: places.Run) -> None:
     run(2, written_early)

@@ -46,6 +46,7 @@ def test_a_table_becomes_a_plan_a_picture_and_an_explanation(layers, tmp_path):
     assert "<html" in files[2].read_text()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("optimizer", "size"), [("sgd", 0), ("adamw", 8), ("12", 12), ("0.5", 0.5)])
 def test_the_optimizer_is_a_name_or_a_number(layers, tmp_path, optimizer, size):
     plan = tmp_path / "plan.json"

@@ -323,6 +323,7 @@ def test_a_decision_of_an_earlier_attempt_is_no_answer_in_a_later_one():
         assert the_one(ranks.all(part)).version == 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("frozen", "goes_on"), [(0, [1, 2, 3]), (3, [0, 1, 2])])
 def test_a_rank_that_does_not_answer_counts_as_cut_off_and_the_larger_part_goes_on(frozen, goes_on):
     with met(4) as ranks, ranks.freeze(frozen):

@@ -292,6 +292,7 @@ def check_wherever_a_rank_stops(rows) -> None:
     assert versions >= set(range(STEPS + 1))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [[[0, 1]], [[0, 1, 2]], [[0, 1], [2, 3]]], ids=["2 ranks", "3 ranks", "2 replicas"])
 def test_wherever_a_rank_stops_the_others_have_a_common_version(rows) -> None:
     check_wherever_a_rank_stops(rows)

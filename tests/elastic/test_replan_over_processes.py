@@ -38,14 +38,14 @@ def check(found, due):
     assert_equal_bits(runs.whole(together), tensors)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("optimizer", ["user", "pipeline"])
 def test_changes_of_schedule_ranks_and_checkpointing(ranks: Ranks, optimizer: str) -> None:
     halves = [replace(half, optimizer=optimizer) for half in FOUR]
     check(ranks.run(4, jobs.trained, halves), runs.never_stopped())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 def test_replicas_change_together(ranks: Ranks, zero: int | None) -> None:
     """None: with an optimizer of the user."""
@@ -63,7 +63,7 @@ def test_the_number_of_replicas_changes_with_the_same_bits(ranks: Ranks) -> None
         check(found, (same[0][0], runs.whole({name: value for one in same for name, value in one[1].items()})))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("slow", [{2: 2.0}, {1: 3.0, 2: 3.0}, {1: 50.0}, {0: 50.0}, {3: 4.0}])
 def test_slow_processes_get_fewer_layers_or_none(ranks: Ranks, slow: dict[int, float]) -> None:
     """Rank 0 searches, and all processes know then which are slow, and later that they are not any more."""

@@ -21,7 +21,7 @@ def check(make, pipeline=jobs.TWO, rounding=ROUNDING, **options):
     return pipelined
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.llama, jobs.bert, jobs.t5, jobs.vit])
 def test_a_kind_of_model(make, accumulation):
@@ -49,7 +49,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_an_argument(options):
     check(jobs.gpt2, **options)

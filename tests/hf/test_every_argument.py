@@ -302,7 +302,7 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_optimizer_or_schedule_equals_trainer(name):
     """Adafactor enlarges the rounding of small gradients."""

@@ -130,7 +130,7 @@ def killed_in_save(pipeline: dict[str, Any], folder: str, moment: str) -> None:
     losses_of(pipeline, folder, resume=None, save_total_limit=1)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_process_is_killed_within_a_save(moment, tmp_path, undisturbed):
     """The checkpoint before is still there, and the run resumes from it."""

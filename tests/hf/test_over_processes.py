@@ -17,7 +17,7 @@ def figures(make, pipelines, options):
     return [jobs.figures(jobs.trained(make, pipeline, **options)) for pipeline in pipelines]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("make", [jobs.bert, jobs.t5, jobs.gpt2])
 def test_two_ranks_equal_one_process(make):
     """All processes keep the same state."""
@@ -29,7 +29,7 @@ def test_two_ranks_equal_one_process(make):
         assert jobs.largest_difference(plain, found)[0] <= 1e-5
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.bert, jobs.vit])
 def test_two_replicas_of_two_ranks_equal_two_replicas(make):
     """Also with what ``zero`` splits over the replicas, and where the last batch of the evaluation is incomplete."""

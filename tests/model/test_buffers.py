@@ -119,14 +119,14 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_the_loops_however_many_are_in_flight(name: str) -> None:
     stages = 2 if name == "twice" else 3
     check(KINDS[name], FLOATS, stages=stages, schedules=SCHEDULES)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("name", KINDS)
 def test_buffers_are_the_loops_if_stages_are_recomputed(name: str, checkpoint: Any) -> None:

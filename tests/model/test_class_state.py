@@ -111,7 +111,7 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [InBlocks, in_a_row])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_on_a_class_of_several_layers_is_refused(kind: Any, make: Callable[[Any], nn.Module]) -> None:
@@ -122,7 +122,7 @@ def test_state_on_a_class_of_several_layers_is_refused(kind: Any, make: Callable
     assert held(kind) == before
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [InBlocks, in_a_row])
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_are_left_as_they_were(kind: Any, make: Callable[[Any], nn.Module]) -> None:

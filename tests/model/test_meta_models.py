@@ -48,7 +48,7 @@ def files_of(folder: Path, form: str) -> Any:
     return folder
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("form", "schedule", "options"),
     [
@@ -81,7 +81,7 @@ def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) ->
         assert with_gradients < 2 * share + slack
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_is_filled(name: str) -> None:
     kind, plain = MODELS[name][0], made(name)[0]
@@ -103,7 +103,7 @@ def calls(model: nn.Module, sample: Any) -> list[Any]:
     ] + [(capture.output, capture.looked_at, capture.nbytes) for capture in captured.captures.values()]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*MODELS, "gpt"])
 def test_a_model_without_contents_is_captured_as_one_with_contents(name: str) -> None:
     if name == "gpt":

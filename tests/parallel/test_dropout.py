@@ -24,6 +24,7 @@ def drawn(random, x, layout=None, **options):
         return functional.dropout(x, 0.4, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("shape", "layout", "dim"),

@@ -32,7 +32,7 @@ def test_a_grid_trains_as_one_process_with_the_same_bits_for_every_schedule(eigh
 LAYOUTS = {"3d": (1, 1, 8), "2.5d": (1, 1, 8), "2d": (1, 2, 4), "1d": (1, 2, 4)}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", ["plain", *LAYOUTS])
 def test_a_run_of_one_layout_continues_in_another(eight: Ranks, tmp_path: Path, before: str, after: str) -> None:
@@ -70,7 +70,7 @@ def test_replicas_of_a_grid_train_as_one_process(eight: Ranks, tmp_path: Path, z
 COLLECTIVES = [("2d", (1, 2, 4), "broadcast"), ("2d", (1, 2, 4), "reduce"), ("3d", (1, 1, 8), "reduce_scatter")]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("fault", ["raise", "exit", "freeze", "hang"])
 @pytest.mark.parametrize("place", COLLECTIVES, ids=str)
 def test_a_rank_that_fails_inside_a_collective_is_named_in_time(eight: Ranks, place: Any, fault: str) -> None:

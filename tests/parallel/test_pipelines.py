@@ -31,7 +31,7 @@ def test_split_layers_train_as_one_process_with_the_same_bits_for_every_schedule
         first = found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_of_split_layers_train_as_one_process(eight: Ranks, zero: int, inputs: str) -> None:
@@ -55,7 +55,7 @@ def test_sequences_are_divided_inside_blocks_and_between_stages(four: Ranks, whe
 COPIES = ("chimera", "dualpipe")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("schedule", sorted(set(schedules.names()) - {*COPIES}))
 def test_every_schedule_runs_split_layers(four: Ranks, schedule: str) -> None:
     """Also asynchronous schedules, which hold several versions of this rank's blocks."""
@@ -103,7 +103,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_numerics_and_memory_work_with_split_layers(four: Ranks, schedule: str, option: str) -> None:

@@ -85,7 +85,7 @@ def plain_states(path: str) -> dict[str, Tensor]:
     return wanted
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -110,7 +110,7 @@ def test_a_run_with_four_planes_resumes_with_two_with_none_and_in_plain_pytorch(
     assert_near(losses, jobs.loop(before, range(3, 6), due, optimizer)[0], before)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -125,7 +125,7 @@ def test_other_runs_resume(pools: Pools, tmp_path: Path, case: Case) -> None:
     assert_resumes(pools, case, after, str(tmp_path / "c"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_run_with_zero_resumes(pools: Pools, tmp_path: Path, zero: int) -> None:
     case = Case((2, 2, 2), zero=zero, tied=zero < 3)
@@ -134,7 +134,7 @@ def test_a_run_with_zero_resumes(pools: Pools, tmp_path: Path, zero: int) -> Non
     assert_resumes(pools, case, after, str(tmp_path / "c"))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dims", [(1, 1, 2), (1, 2, 2), (1, 1, 4), (1, 2, 4)], ids=str)
 def test_the_files_are_those_of_a_run_without_tensor_groups(
@@ -148,7 +148,7 @@ def test_the_files_are_those_of_a_run_without_tensor_groups(
     assert len(due) == 2 * dims[1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_tensors_with_zero_are_those_of_a_run_without_tensor_groups(
     pools: Pools, tmp_path: Path, zero: int

@@ -42,7 +42,7 @@ def check(ranks: Ranks, case: Case, steps: int, timeout_s: float) -> None:
     assert all(one.losses == results[0].losses for one in results)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_divided_models_train_as_one_process(four: Ranks, case: Case) -> None:
@@ -67,7 +67,7 @@ def test_replicas_of_a_divided_model_train_50_steps_as_one_process(eight: Ranks)
     check(eight, Case("gpt2", mesh=(2, 2, 2)), 50, 600)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_divided_model_resumes_on_other_layouts(four: Ranks, tmp_path: Path, name: str) -> None:

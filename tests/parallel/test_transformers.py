@@ -11,6 +11,7 @@ def job(process_group, *args):
     return compared_model(process_group, *args)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", NAMES)

@@ -24,7 +24,7 @@ HERE = {"devices": ["cpu"] * 2}
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("kind", ["row", "own"])
 @pytest.mark.parametrize("name", NAMES)
@@ -72,7 +72,7 @@ def test_a_scaler_scales_added_losses_as_well(name: str, mode: str) -> None:
     assert_equal_bits(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "mode"), [("1f1b", "never"), ("zb-v", "always"), ("interleaved-1f1b", "except_last")])
 def test_over_a_mesh_the_loss_and_metrics_are_on_every_rank(ranks: Ranks, name: str, mode: str) -> None:
     (expected,) = run_here(2, jobs.trains, "own", name, mode)

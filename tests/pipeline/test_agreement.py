@@ -9,7 +9,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -46,7 +46,7 @@ def test_a_mode_that_one_rank_sets_before_the_first_step_is_named(ranks: Ranks) 
         assert loss > 0
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("change", ["values", "order of rows", "target", "plain number", "part of other storage"])
 @pytest.mark.parametrize("method", ["step", "evaluate"])
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -37,7 +37,7 @@ def wrap(model: nn.Sequential, name: str, num_ranks: int, microbatches: int, **o
     )
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize(("name", "num_ranks"), list(shapes(max_stages=4)))
 def test_steps_equal_the_unpipelined_loop(name: str, num_ranks: int) -> None:
     for microbatches, mode in ((1, "never"), (3, "except_last"), (4, "always"), (8, "never")):
@@ -70,7 +70,7 @@ def plain_loop(model: nn.Sequential, microbatches: int) -> torch.Tensor:
     return total
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("name", "num_ranks"), list(shapes(max_stages=4)))
 @pytest.mark.parametrize("microbatches", [2, 7])
 def test_without_dropout_plain_pytorch_gives_the_same_bits(name: str, num_ranks: int, microbatches: int) -> None:
@@ -284,7 +284,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("layers", STRANGE)

@@ -97,7 +97,7 @@ def train_all(group: places.Group, names: list[str]) -> None:
             train(group, name, MODES[(number + group.size()) % 3])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_shapes_and_numbers_of_micro_batches_go_back_and_forth(run: places.Run, num_ranks: int) -> None:
     run(num_ranks, train_all, KINDS)

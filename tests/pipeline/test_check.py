@@ -56,7 +56,7 @@ class Balances(nn.Linear):
 # ---- pipelines that are right --------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
 @pytest.mark.parametrize(
     ("options", "compared"),

@@ -37,7 +37,7 @@ def place(request: pytest.FixtureRequest) -> Run:
     return run_here if request.param == HERE else request.getfixturevalue("ranks").run
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("place", "count", "job", "case", "norm_type"),
     [
@@ -170,7 +170,7 @@ def test_a_new_plan_clips_on():
     assert losses[:3] == losses[3:]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("place", "count", "case", "overflow", "optimizers"),
     [

@@ -48,7 +48,7 @@ def hessian(net: Callable[..., Any]) -> None:
     torch.autograd.functional.hessian(lambda x: net(x).sum(), X)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("differentiate", [penalty, through_backward, hessian])
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"checkpoint": "always"}], ids=str)
 def test_second_derivatives_are_refused(differentiate: Callable[..., None], options: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def test_the_remedy_for_second_derivatives_works() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "chimera"])
 @pytest.mark.parametrize("has_grads", [False, True])
 def test_autograd_grad_leaves_the_gradients_of_weights_as_they_were(schedule: str, has_grads: bool) -> None:

@@ -100,7 +100,7 @@ MODELS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch at a time")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])

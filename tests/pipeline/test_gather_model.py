@@ -14,7 +14,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(90)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("rank", "closed"), [(None, False), (0, True), (1, False)])
 @pytest.mark.parametrize(("kind", "schedule"), [("row", "1f1b"), ("tied", "1f1b"), ("row", "zb-v"), ("row", "chimera")])
 def test_the_gathered_model_is_the_loops(

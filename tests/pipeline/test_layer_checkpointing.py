@@ -43,7 +43,7 @@ def test_any_mixture_gives_the_bits_of_the_loop(schedule: str, checkpoint: dict[
     assert_trains_as_the_loop(places.OneProcess(2), schedule, checkpoint)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", any_models.MODELS)
 def test_layer_checkpointing_keeps_the_bits_of_any_model(name: str, schedule: str) -> None:
@@ -129,7 +129,7 @@ def stage_of_blocks(
     stage.end(False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("again", "own"),
@@ -149,7 +149,7 @@ def test_a_recomputed_layer_keeps_only_its_input(split: bool, again: list[int], 
         assert not live.held
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("going", "left"),
@@ -321,7 +321,7 @@ def test_compiled_layers_run_again_and_go_to_the_host() -> None:
         assert pool.apply(compiled_are_the_same)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["pipedream", "pipedream-2bw"])
 def test_older_weights_are_those_of_the_forward_where_a_layer_runs_again(kind: str) -> None:
     ends = []

@@ -170,20 +170,20 @@ def check(loss_fn: Loss, target: Tensor, **options: Any) -> None:
     assert torch.equal(reference_step(reference, X, **given), loss)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OF_LABELS)
 @pytest.mark.parametrize("target", [LABELS, PADDED], ids=["labels", "padded"])
 def test_losses_of_labels_add_up_to_that_of_the_batch(name: str, target: Tensor) -> None:
     check(OF_LABELS[name], target)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OF_VALUES)
 def test_losses_of_values_add_up_to_that_of_the_batch(name: str) -> None:
     check(OF_VALUES[name], VALUES)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -231,7 +231,7 @@ def test_a_loss_of_parts_of_the_target() -> None:
     torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_an_unclear_loss_is_refused_and_the_remedy_works(name: str) -> None:
     loss_fn, numerics = UNCLEAR[name]

@@ -121,7 +121,7 @@ def sample(name):
     return MODELS[name][1]()
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -139,7 +139,7 @@ def test_models_of_any_code_need_at_most_a_tenth_less_than_predicted(monkeypatch
     compare(monkeypatch, model, sample, schedule)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [("tied", "1f1b"), *(("convolutions", schedule) for schedule in ("gpipe", "1f1b", "interleaved-1f1b"))],
@@ -155,7 +155,7 @@ def test_convolutions_that_run_again_keep_their_inputs(monkeypatch, model, sampl
     compare(monkeypatch, model, sample, "1f1b", checkpoint=dict.fromkeys(layers, word))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["unet"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_tensor_that_skips_stages_counts_on_each_stage_that_passes_it_on(monkeypatch, model, sample, schedule):

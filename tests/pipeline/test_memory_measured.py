@@ -82,7 +82,7 @@ def check(pairs):
         )
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(
     ("make", "schedule", "checkpoint"),
     [
@@ -109,7 +109,7 @@ def test_predicted_memory_is_at_least_what_ranks_hold_and_at_most_a_tenth_more(m
     check(compare(make, schedule, checkpoint=checkpoint))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("make", [gpt, mlp, conv])
 @pytest.mark.parametrize("word", ["recompute", "recompute-cheap"])
 def test_layers_that_run_again_keep_their_inputs_and_what_is_dear(make, word):
@@ -126,7 +126,7 @@ def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(loss_fn):
         check(compare(wide, schedule, loss_fn=loss_fn, search=Search(profile=profile)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -176,7 +176,7 @@ def test_receives_over_a_mesh_have_their_memory_ahead(ranks):
         ranks.run(2, over_a_mesh, schedule)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -190,7 +190,7 @@ def test_optimizers_are_asked_what_they_hold(optimizer):
     check(compare(gpt, "1f1b", optimizer=optimizer))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [gpt, mlp])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_asynchronous_schedules_hold_older_weights(schedule, make):

@@ -18,13 +18,13 @@ SHARED = [name for name in schedules.names() if (p := schedules.get(name).progra
 
 
 @pytest.mark.smoke
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_name_trains_over_a_mesh(ranks: Ranks, name: str) -> None:
     ranks.run(fitting(name, 2), jobs.trains, name)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", SHARED)
@@ -32,7 +32,7 @@ def test_copies_of_layers_in_other_processes(ranks: Ranks, name: str, num_ranks:
     ranks.run(num_ranks, jobs.shared_weights, name, checkpoint)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("num_ranks", "optimizer", "checkpoint"),
     [(1, jobs.sgd, "never"), (2, jobs.sgd, "never"), (3, jobs.adam, "always"), (4, jobs.sgd, "except_last")],
@@ -66,7 +66,7 @@ def test_layers_that_do_not_keep_what_they_save(ranks: Ranks) -> None:
     ranks.run(2, jobs_keeping.mixtures)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_a_stream_ends_all_ranks(ranks: Ranks, failing: int, backward: bool) -> None:

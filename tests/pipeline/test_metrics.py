@@ -32,7 +32,7 @@ def test_metrics_are_averaged_as_losses_are() -> None:
     assert float(found["constant"]) == pytest.approx(2)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
     ("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "all"), ("1f1b", "first"), ("chimera", "all")]

@@ -82,25 +82,25 @@ def make(**given):
     Pipeline(**good | devices | given).close()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("argument", "name"), cases(ARGUMENTS))
 def test_an_argument_of_pipeline_that_is_not_taken(argument, name):
     strange_refused(make, **{argument: STRANGE[name]})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("option", "name"), cases(SEARCH))
 def test_an_option_of_the_search_that_is_not_taken(option, name):
     strange_refused(lambda **given: make(search=Search(**given)), **{option: STRANGE[name]})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("option", "name"), cases(NUMERICS))
 def test_an_option_of_the_numbers_that_is_not_taken(option, name):
     strange_refused(lambda **given: make(numerics=Numerics(**given)), **{option: STRANGE[name]})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("option", "name"), cases(DISTRIBUTED))
 def test_an_option_of_processes_that_is_not_taken(option, name):
     strange_refused(lambda **given: make(distributed=Distributed(**given)), **{option: STRANGE[name]})
@@ -456,7 +456,7 @@ class Named(Keyed):
         return self.layers(x) if mask is None else self.layers(x) * mask
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("method", ["step", "evaluate", "forward"])
 @pytest.mark.parametrize(
     ("model", "sample", "args", "kwargs", "own", "given", "why"),

@@ -38,14 +38,14 @@ pytestmark = pytest.mark.timeout(60)
 # ---- batches ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sizes", [[32, 24, 32], [30, 7], [8, 64, 8]], ids=["smaller", "uneven", "larger"])
 def test_batches_of_other_sizes_in_inference(run: Run, sizes: list[int]) -> None:
     """Stale rows, wrong results, an abort in gloo."""
     run(2, infer, sizes)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("sizes", [[32, 24, 32], [30, 7], [8, 64, 8]], ids=["smaller", "uneven", "larger"])
 def test_batches_of_other_sizes_in_training(run: Run, sizes: list[int]) -> None:
     run(2, train_sizes, sizes)
@@ -59,7 +59,7 @@ def test_two_numbers_of_micro_batches_in_turn(run: Run) -> None:
 # ---- values between stages ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "layers",
     [[Packs, Unpacks], [Views, Views], [Views, Modifies], [Transposes, Transposes]],
@@ -73,7 +73,7 @@ def test_any_value_passes_between_stages(run: Run, layers: list[type[nn.Module]]
 # ---- targets and losses -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)  # over a mesh: test_mesh_interface.py
+@pytest.mark.one_in(4)  # over a mesh: test_mesh_interface.py
 def test_a_target_is_any_value(run: Run) -> None:
     run(2, train_with_dict_target)
 
@@ -90,7 +90,7 @@ def test_evaluating_without_a_target_says_so_on_all_ranks(run: Run) -> None:
 # ---- what is counted ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_batch_norm_counts_each_micro_batch_once(run: Run, mode: str) -> None:
     """14 instead of 12."""
@@ -107,7 +107,7 @@ def test_hooks_after_accumulation_fire_once_a_micro_batch(run: Run) -> None:
     run(2, count_hooks)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("by_itself", [True, False], ids=["the block's own", "the pipeline's"])
 def test_a_checkpointed_block_runs_twice_under_a_split_backward(run: Run, by_itself: bool) -> None:
     """Eight times."""
@@ -122,7 +122,7 @@ def test_switching_between_training_and_evaluation_repeats_nothing(run: Run) -> 
 # ---- data parallel ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SPLIT)
 def test_the_user_adds_up_gradients_over_replicas(run: Run, name: str) -> None:
     """DDP around a stage is silently left out under a split backward."""
@@ -132,7 +132,7 @@ def test_the_user_adds_up_gradients_over_replicas(run: Run, name: str) -> None:
 # ---- failures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SOME)
 def test_an_error_on_the_last_stage_ends_all_ranks(run: Run, name: str) -> None:
     """The others hang for half an hour, and then say nothing of stage or micro-batch."""
@@ -147,7 +147,7 @@ def test_a_measured_step_of_each_kind_of_schedule_is_drawn(run: Run) -> None:
     run(2, draw, [*KINDS, "chimera"])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "interleaved-zb"])
 def test_256_ranks_are_built_and_proved(name: str) -> None:
     """154 s, or more than 300: quadratic in the length of an order. Here the count of actions is linear in it."""

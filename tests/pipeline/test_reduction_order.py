@@ -26,6 +26,7 @@ def test_the_loop_does_not_depend_on_the_number_of_replicas():
     assert not all(tree.same(one[name], sequential[name]) for name in one)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "cases",
     [

@@ -11,7 +11,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -94,6 +94,7 @@ def test_replicas_of_sharded_stages(ranks: Ranks) -> None:
     ranks.run(4, jobs.sharded)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("shape", "schedule", "part"), [((2, 2, 1), "interleaved-1f1b", False), ((1, 2, 2), "zb-h1", True)]
 )

@@ -126,7 +126,7 @@ FORMS: dict[str, Callable[[list[float]], Any]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_values_with_one_entry_a_row_are_split_with_the_rows(form: str, by_keyword: bool) -> None:
@@ -144,7 +144,7 @@ def test_values_with_one_entry_a_row_are_split_with_the_rows(form: str, by_keywo
     assert_gradients_as(model, looped)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_targets_with_one_entry_a_row_are_split_with_the_rows(form: str) -> None:
     def loss_fn(output: Tensor, target: Any) -> Tensor:
@@ -331,6 +331,7 @@ class Masked(nn.Module):
         return made
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_a_list_of_tensors_of_different_lengths(parts: int) -> None:
     """The micro-batches have more rows than the sample, and lists of different shapes."""
@@ -443,7 +444,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("time", "columns", "sample"), [(6, 8, 2), (35, 12, 3), (9, 8, 1), (6, 16, 2)])
 def test_time_first_is_refused_until_split_dims_says_so(time: int, columns: int, sample: int) -> None:
     torch.manual_seed(0)
@@ -502,7 +503,7 @@ class Encoder(nn.Module):
         return {"sequence": sequence, "nested": (state, [flat, load]), "gram": flat[: len(x)] @ flat[: len(x)].t()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize(("layers", "experts"), [(2, 3), (2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("differentiable", [False, True])

@@ -14,6 +14,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 def test_lists_are_split_over_a_mesh(ranks: Ranks, inputs: str) -> None:
     ranks.run(2, jobs.trains, inputs)
@@ -60,12 +61,13 @@ def test_in_one_process_the_loop_is_a_loop_over_the_loader() -> None:
             next(pipe.batches())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("zero", "replicas"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_weight_decay_by_name(ranks: Ranks, zero: int, replicas: int) -> None:
     ranks.run(2 * replicas, jobs.decays, zero, replicas)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"schedule": "auto", "search": Search(memory_limit_bytes=1 << 30)}])
 def test_weight_decay_by_name_in_one_process(options: dict[str, Any]) -> None:
     expected = jobs.scaled()

@@ -82,7 +82,7 @@ def assert_gradients(pipe: Pipeline, plain: nn.Module) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), due[name].grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("replicas", "schedule", "each", "checkpoint"),
     [
@@ -362,7 +362,7 @@ def unreduced(group: Any) -> None:
             pipe.step(x, target=x)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("dims", "schedule", "each", "updates"),
     [

@@ -157,7 +157,7 @@ def test_given_schedules_stages_and_boundaries_are_kept_for_small_models() -> No
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("options", [{}, {"distributed": Distributed(inputs="first")}, {"cut": True}], ids=str)
 def test_ranks_of_a_mesh_that_are_not_used_wait_in_each_step(ranks: Ranks, options: dict[str, Any]) -> None:
@@ -187,6 +187,7 @@ def test_the_first_step_of_other_micro_batches_than_the_sample_says_so_once() ->
             pipe.step(x[:32], target=x[:32])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("choices", [{"search": Search(batch_size=32)}, {"num_microbatches": 4}, {"schedule": "1f1b"}])
 def test_nothing_is_said_of_the_size_that_was_planned_for(choices: dict[str, Any]) -> None:
     x = torch.randn(32, 8)
@@ -241,6 +242,7 @@ def test_a_plan_for_other_micro_batches_is_noticed_whatever_the_sample_is() -> N
         assert said.endswith("; make a plan with pipesched.tune(..., batch_size=64, num_microbatches=4)")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [64, 61, 68])
 def test_nothing_is_said_of_a_plan_for_about_the_size_that_runs(rows: int) -> None:
     x = torch.randn(rows, 8)

@@ -60,7 +60,7 @@ def test_2bw_is_one_update_behind(p: int) -> None:
         assert trained("pipedream-2bw", p, m, 6) == w[-1], m
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize(
     ("optimizer", "checkpoint"), [(sgd, "never"), (adam, "never"), (sgd, "always"), (adam, "except_last")]
 )

@@ -37,6 +37,7 @@ def layers() -> nn.Sequential:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("kind", ["row", "captured"])
 def test_what_is_frozen_costs_nothing_backward(
@@ -81,7 +82,7 @@ def test_what_is_frozen_costs_nothing_backward(
     assert [parameter.grad is not None for parameter in model.parameters()].count(True) == 2
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", ["residual", "unet", "tied", "repeated"])
 def test_adapters_on_a_frozen_model_train_as_in_the_loop(run: places.Run, name: str) -> None:
     run(3, adapters, name)
@@ -136,7 +137,7 @@ class Normed(nn.Module):
         return functional.dropout(self.norm(x), 0.2, self.training).mean((2, 3))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["row", "captured"])
 def test_layers_in_evaluation_mode_stay_so(run: places.Run, kind: str) -> None:
     run(3, partly_evaluating, kind)
@@ -205,6 +206,7 @@ MINI = {**LOSS, "numerics": Numerics(batch_norm="mini-batch")}
 ONE: dict[str, Any] = {"schedule": "1f1b"}  # not the search, for which these models are too small
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_running_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, checkpoint: str) -> None:
@@ -239,7 +241,7 @@ def test_a_row_of_its_own_in_a_micro_batch_counts_as_one() -> None:
     assert model[3].num_batches_tracked == 3
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b", "chimera"])
 def test_statistics_are_the_loops_bit_by_bit(run: places.Run, schedule: str) -> None:
     run(2, loop_with_statistics, schedule, "row")
@@ -307,7 +309,7 @@ def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
 # ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "schedule", "sharded", "checkpoint"),
     [

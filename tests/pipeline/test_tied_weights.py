@@ -93,7 +93,7 @@ class Replay:
         return sums
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_ranks", "microbatches"), [(2, 1), (2, 2), (2, 6), (2, 7), (4, 3), (4, 8), (4, 10)])
 @pytest.mark.parametrize("mode", MODES)

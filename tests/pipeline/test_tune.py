@@ -402,6 +402,7 @@ def test_what_is_no_model_on_the_command_line(target, said):
     assert re.search(said, result.output)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("text", "exit_code"), [("16GB", 0), ("1 GiB", 0), ("2e9", 0), ("much", 2), ("1e", 2)])
 def test_sizes_of_memory_on_the_command_line(tmp_path, text, exit_code):
     profiled(model(count=2), torch.randn(2, 8)).save(tmp_path / "profile.json")

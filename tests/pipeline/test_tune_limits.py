@@ -33,7 +33,7 @@ def needed(plan, optimizer):
         return max(one.total_bytes for one in pipe.predicted_memory)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("optimizer", "trained"),
     [(ADAM_W, ADAM_W), ("adamw", ADAM_W), (12, ADAM_W), (MOMENTUM, MOMENTUM), ("momentum", MOMENTUM)],

@@ -75,6 +75,7 @@ def test_one_rank_searches_no_order() -> None:
 # ---- shown ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "note"),
     [

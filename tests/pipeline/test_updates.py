@@ -48,6 +48,7 @@ def split_pipedream(rank: int, shape: Shape) -> Order:
     return order
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.usefixtures("every_product_deferred")
 def test_the_split_backward_works_on_versions(checkpoint: str) -> None:
@@ -85,7 +86,7 @@ def late(rank: int, shape: Shape, *, split: bool = False) -> Order:
     return order
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("m", [1, 3])

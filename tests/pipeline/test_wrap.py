@@ -37,6 +37,7 @@ def step_as_the_loop(pipe: Pipeline, plain: nn.Module) -> None:
     assert_as(pipe, plain)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_runs_as_one_module_with_the_same_bits(kind: str, schedule: str) -> None:
@@ -66,6 +67,7 @@ def test_a_stage_runs_as_one_module_with_the_same_bits(kind: str, schedule: str)
     assert sorted(seen) == sorted((way, stage) for way in "FB" for stage in range(stages) for _ in range(3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_that_wrap_adds_are_parameters_of_the_model(kind: str) -> None:
     """Linear layers inside of layers are replaced, and in a row a layer itself; all else is frozen."""

@@ -14,7 +14,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("dims", "case"),
     [
@@ -50,7 +50,7 @@ def test_memory_falls_by_the_states_the_gradients_and_the_weights(ranks: Ranks):
     assert max(gradients.peak, weights.peak) <= 4 + 2 + 4 + 2 + 0.1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_an_overflow_in_one_replicas_rows_skips_all_updates(ranks: Ranks, level: int):
     ranks.run(4, zero.overflow, level)

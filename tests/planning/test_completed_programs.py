@@ -21,7 +21,7 @@ from tests.support.synthetic_profiles import profile
 WRITTEN = json.loads(DIGESTS.read_text())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("updates", ["none", "optimizer", "clipping"])
 @pytest.mark.parametrize("name", schedules.names())
 def test_programs_that_run_stay_as_they_are(name, updates):
@@ -66,7 +66,7 @@ def planned(schedule, completion, replication, checkpoint) -> Plan:
     return find_plan(search)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", {"layer1": "offload", "layer4": "recompute"}])
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("updates", UPDATES)

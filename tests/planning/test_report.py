@@ -632,6 +632,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("num_steps", "choices"),
     [

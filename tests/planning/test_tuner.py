@@ -192,7 +192,7 @@ def test_a_limit_is_kept_and_costs_time():
     assert tight.alternatives[0].fits
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("whole_searches")
 @pytest.mark.parametrize(("seed", "ranks"), [(11, 3), (12, 3), (17, 4)])
 def test_under_a_limit_that_equal_layers_keep_the_plan_is_at_least_as_fast(seed, ranks):

@@ -33,6 +33,7 @@ NAMES = ("plan.json", "profile.json", "trace.json", "report.html", "report.txt",
 NAMES += ("report.png",)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:layer times", "ignore:the model is too small")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_interrupted_save_leaves_the_old_file(

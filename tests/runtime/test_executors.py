@@ -55,7 +55,7 @@ def ran(trace: Trace) -> list[list[Action]]:
     return rows
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", synchronous_names())
 def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
@@ -426,7 +426,7 @@ def live_tensors() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", [*KINDS, "chimera"])
 def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
     with wrapped(name) as pipe:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(240)
 OPEN = [end for end in ENDS if end != "close"]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("end", [end for end in OPEN if end != "destroy_process_group"])
 def test_a_stream_under_way_in_threads_leaves_the_exit_as_it_is(end: str) -> None:
     assert exits("threads", "pipedream", end) == [Exit(ENDS[end], True, "")]

@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_survivors_end_in_time_and_name_the_rank_that_failed(cases: list[Case]) -> None:

@@ -75,6 +75,7 @@ def test_using_the_pipeline_in_a_process_of_a_data_loader_is_an_error(schedule: 
         pipe.step(X, target=Y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_forked_child_of_a_rank_gets_an_error_and_harms_no_rank(ranks: Ranks, schedule: str) -> None:
     for rank, found in enumerate(ranks.run(2, jobs.children_of_a_rank, schedule, timeout_s=200)):

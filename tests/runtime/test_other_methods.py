@@ -10,7 +10,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(90)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("methods", "inputs"),
     [

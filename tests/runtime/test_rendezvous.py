@@ -47,6 +47,7 @@ def test_a_mistake_of_all_ends_no_later_pipeline(ranks: Ranks) -> None:
             )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("who", [[1], [0, 2]])
 def test_ranks_that_do_not_come_are_named_and_may_come_later(ranks: Ranks, who: list[int]) -> None:
     names = " and ".join(f"rank {rank}" for rank in who) + (" has" if len(who) == 1 else " have")

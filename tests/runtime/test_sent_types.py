@@ -8,6 +8,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in jobs.WRAPS if name != "opaque"])
 def test_values_of_types_that_the_capture_shows_are_passed_on(ranks: Ranks, name: str) -> None:
     """Gradients of tensors in a dataclass come back as those of any other tensor."""

@@ -16,7 +16,7 @@ from tests.support.resumed_runs import FACTORS, Half, differences, never_stopped
 pytestmark = pytest.mark.timeout(90)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -70,6 +70,7 @@ def test_a_run_continues(schedule: str, options: dict[str, Any], tmp_path: Path)
     continued(OneProcess(2), schedule, str(tmp_path), options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["pipedream", "chimera"])
 def test_a_run_over_a_mesh_continues(ranks: Ranks, schedule: str, tmp_path: Path) -> None:
     ranks.run(2, continued, schedule, str(tmp_path), {})

@@ -10,7 +10,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_finish_writing_is_named_and_saves_go_on_later(
@@ -31,6 +31,7 @@ def test_a_commit_that_does_not_end_is_one_of_rank_0(ranks: Ranks, tmp_path: Pat
         assert third == ""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("where", "stops"), [("hash", False), ("set_extra_state", True)])
 def test_a_load_that_is_stuck_is_named(ranks: Ranks, tmp_path: Path, where: str, stops: bool) -> None:
     """Once the load has begun to change the run, the pipeline cannot go on."""

@@ -16,7 +16,7 @@ from tests.support.resumed_llama import Place, loop, run
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*differs in rounding")]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("dims", "before", "after"),
     [

@@ -31,7 +31,7 @@ def expected(microbatches: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]
     return loss, tuple(p.grad for p in own.parameters() if p.grad is not None)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("p", range(1, 5))
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_name_builds_validates_simulates_and_trains(name: str, p: int) -> None:
@@ -82,6 +82,7 @@ def train(name, p, m, program) -> None:
             torch.testing.assert_close(gradient, due)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["chimera", "dualpipe", "dualpipe-v"])
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (4, 1), (4, 3)])
 def test_measured_costs_cut_the_model_if_a_direction_has_no_micro_batch(name: str, p: int, m: int) -> None:

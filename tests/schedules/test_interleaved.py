@@ -78,6 +78,7 @@ def test_with_one_chunk_nothing_is_interleaved(name, plain, p, m):
     assert built(name, p, m, v=1).orders == built(plain, p, m).orders
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 @quick
 @given(RANKS, st.integers(1, 40), st.integers(1, 4))
@@ -104,6 +105,7 @@ def test_naive_groups_equal_ours_where_the_microbatches_fill_them(name):
         assert naive(name, p, m, v) == built(name, p, m, v=v)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_ragged_interleaving_is_never_slower_than_naive_groups_at_equal_costs(name):
     for p in range(2, 9):
@@ -112,6 +114,7 @@ def test_ragged_interleaving_is_never_slower_than_naive_groups_at_equal_costs(na
                 assert_not_slower(name, p, m, v, Costs.uniform(p * v))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 @quick
 @given(RANKS, st.integers(1, 40), CHUNKS, SECONDS, SECONDS, SECONDS)

@@ -29,6 +29,7 @@ from tests.support.random_programs import quick
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in schedules.names() if schedules.get(name).num_chains == 1])
 @pytest.mark.parametrize("p", range(1, 9))
 def test_every_schedule_is_valid_and_exact_for_any_number_of_microbatches(name, p):
@@ -99,6 +100,7 @@ def test_zb_h1_bubble_with_latency(p, m, times):
     assert_makespan(timed("zb-h1", p, m, F=F, I=I, W=W, c=c), m * (F + I + W) + (p - 1) * (F + I - W + 4 * c) - spared)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb"])
 @quick
 @given(RANKS, RANKS, times_with_short_weight_gradients())
@@ -195,6 +197,7 @@ PEAKS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PEAKS)
 @quick
 @given(RANKS, MICROBATCHES)

@@ -15,6 +15,7 @@ def test_the_bits_are_the_same_and_memory_is_given_back(sim):
     assert not sim.judge.violations
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("changes", "options"),
     [

@@ -5,7 +5,7 @@ import pytest
 from tests.simulated.planted import FAULTS, verdict
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found_and_the_repaired_program_is_clean(sim, fault):
     for _ in range(3):
