@@ -44,21 +44,22 @@ class TrafficCounter:
     def __init__(self) -> None:
         #: The traffic of each (action, kind of collective).
         self.traffic: dict[tuple[str, str], Traffic] = {}
-        self._action = ""
+        #: The action in which collectives happen now.
+        self.action = ""
 
     @contextmanager
     def during(self, action: str) -> Iterator[None]:
         """Count the collectives in the ``with`` block under this action."""
-        before = self._action
-        self._action = action
+        before = self.action
+        self.action = action
         try:
             yield
         finally:
-            self._action = before
+            self.action = before
 
     def count(self, kind: str, traffic: Traffic) -> None:
         """Add the traffic of one collective."""
-        self.traffic.setdefault((self._action, kind), Traffic()).add(traffic)
+        self.traffic.setdefault((self.action, kind), Traffic()).add(traffic)
 
     def total(self, *, action: str | None = None, kind: str | None = None) -> Traffic:
         """Return the traffic of all collectives, of those in one action, of one kind, or both."""

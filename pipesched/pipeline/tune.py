@@ -16,11 +16,11 @@ from pipesched.checks import as_list, is_count, shown
 from pipesched.devices.selection import default_devices
 from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
-from pipesched.pipeline.options import Distributed
+from pipesched.pipeline.options import Distributed, TensorParallel
 from pipesched.pipeline.plan_trials import PlanTrial
 from pipesched.pipeline.sent_values import learn_decided_types
 from pipesched.planning.adviser import advised
-from pipesched.planning.axes_search import Axes, TensorLayouts, TensorSizes, Zero, check_tensor
+from pipesched.planning.axes_search import Axes, TensorLayouts, TensorSizes, Zero, check_tensor, tensor_sizes
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
@@ -31,6 +31,7 @@ from pipesched.planning.search_request import EFFORT, MemoryLimit, Offload, Sear
 from pipesched.profiling.optimizer_costs import check_optimizer, with_updates
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
+from pipesched.profiling.tensor_shares import SplitCopy
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.runtime.collectives import RankCollectives
@@ -82,6 +83,7 @@ def tune(
     axes: Axes | None = None,
     zero: Zero = "auto",
     tensor: TensorSizes = 1,
+    tensor_parallel: TensorParallel | None = None,
     sequence_parallel: bool = False,
     tensor_layouts: TensorLayouts = ("1d",),
     confirm: int | None = None,
@@ -156,8 +158,11 @@ def tune(
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
             fastest of 0, 2 and 3 that stays within the memory limit; with 3, a step gathers weights before each use.
         tensor: with ``axes="auto"``, the numbers of ranks from which the search chooses the number that split each
-            layer (tensor parallelism), such as ``(1, 2, 4, 8)``. The profile must say what can be split. Another number
-            changes sums, so losses agree only within rounding. Default: 1 (layers are not split).
+            layer (tensor parallelism), such as ``(1, 2, 4, 8)``. Another number changes sums, so losses agree only
+            within rounding. Default: 1 (layers are not split).
+        tensor_parallel: which layers of the model these ranks can split, as for ``Distributed(tensor_parallel=)``: a
+            dict of names and styles, or "auto". The layers are measured whole, and split among the largest number of
+            ranks. Default: None (the profile says what can be split).
         sequence_parallel: whether the ranks that split a layer also divide the sequence in norms, dropouts, residual
             sums and messages between stages. Default: False.
         tensor_layouts: the layouts from which the search chooses how these ranks divide matrices: "1d" (Shoeybi et al.
@@ -206,6 +211,7 @@ def tune(
     _check_axes(axes, num_ranks, confirm)
     check_effort(effort, axes, zero)
     check_tensor(axes, tensor, sequence_parallel, tensor_layouts)
+    splits = _splits(tensor_sizes(axes, tensor), tensor_parallel, model if profile is None else None, loss_fn)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
@@ -247,6 +253,7 @@ def tune(
             "whole_layers": whole_layers,
             "device": places[0],
             "ranks_are": ranks_are,
+            **splits,
         }
         if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
             options["rows"] = [-(-batch_size // num_microbatches)]  # the plan uses no other micro-batch size
@@ -255,8 +262,9 @@ def tune(
         if optimizer is not None:
             known = with_updates(known, optimizer, model, options["device"])
         if devices or mesh is not None:
-            is_limited = memory_limit_bytes is not None
-            known = on_devices(known, list(map(torch.device, places)), offload, is_limited=is_limited)
+            known = on_devices(
+                known, list(map(torch.device, places)), offload, is_limited=memory_limit_bytes is not None
+            )
         own = search(profile=known)
         with progress_bar(progress) as told:
             if count:
@@ -300,6 +308,44 @@ def _check_axes(axes: Any, num_ranks: int | None, confirm: int | None) -> None:
             f"with axes=, tune only simulates plans for num_ranks= ranks, and runs none; got {got}; pass num_ranks=, "
             f"and leave {got} out"
         )
+
+
+def _splits(sizes: Sequence[int], tensor_parallel: Any, model: Any, loss_fn: Any) -> dict[str, Any]:
+    """Return the options with which the layers of a split copy of the model are measured.
+
+    Args:
+        sizes: the numbers of ranks that may split each layer, in ascending order.
+        tensor_parallel: the argument of tune.
+        model: the model that tune measures; None if there is a profile.
+        loss_fn: the loss function.
+
+    Raises:
+        InputError: the arguments contradict each other, or the layers cannot be split among so many ranks.
+
+    """
+    most = sizes[-1]
+    if tensor_parallel is None:
+        if model is not None and most > 1:
+            raise InputError(
+                f"tensor= has the numbers of ranks that may split each layer; got up to {most} ranks, but no layers "
+                f"that can be split; pass tensor_parallel='auto', or a dict of your layers' names and styles, such as "
+                f"{{'*.up': 'column', '*.down': 'row'}}"
+            )
+        return {}
+    if most == 1:
+        raise InputError(
+            "tensor_parallel= says which layers can be split; no layer is split, because all tensor groups have 1 "
+            "rank; pass axes='auto' and tensor=(1, 2, 4), or leave tensor_parallel= out"
+        )
+    if model is None:
+        raise InputError(
+            "tensor_parallel= says which layers of a measured model can be split; got a profile, which says so itself; "
+            "leave tensor_parallel= out, and measure the profile with pipesched.profile(tensor_parallel=...)"
+        )
+    for size in sizes[:-1]:
+        if most % size:  # a size that divides the largest one divides the layers as well
+            SplitCopy(as_model(model), loss_fn, tensor_parallel, size)
+    return {"tensor_parallel": tensor_parallel, "tensor_size": most}
 
 
 def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:

@@ -34,7 +34,16 @@ from pipesched.simulation.tensor_costs import TensorCosts, can_be_split, without
 from pipesched.simulation.tensor_layout import LayoutKind, TensorLayout
 from pipesched.units import and_more, counted
 
-__all__ = ["Axes", "AxesRequest", "TensorLayouts", "TensorSizes", "Zero", "check_tensor", "find_axes"]
+__all__ = [
+    "Axes",
+    "AxesRequest",
+    "TensorLayouts",
+    "TensorSizes",
+    "Zero",
+    "check_tensor",
+    "find_axes",
+    "tensor_sizes",
+]
 
 #: The number of ranks per pipeline and the number of replicas, as {"pipeline": 8, "replicate": 8}, or "auto". A mapping
 #: can also have the number of ranks that split each layer ("tensor").
@@ -98,8 +107,8 @@ class AxesRequest:
             raise PartitionError(
                 f"a tensor group can divide only what the profile says can be split; got the sizes "
                 f"{', '.join(map(str, self.tensor_sizes))} of tensor groups for a profile without split_forward in any "
-                f"layer; add the column split_forward to the table of layers (docs/howto/tables.md), or leave tensor= "
-                f"out"
+                f"layer; measure the model with pipesched.profile(tensor_parallel=...), add the column split_forward "
+                f"to the table of layers (docs/howto/tables.md), or leave tensor= out"
             )
         if (
             max(self.tensor_sizes) > 1
@@ -131,9 +140,7 @@ class AxesRequest:
     @property
     def tensor_sizes(self) -> list[int]:
         """The numbers of ranks that may split each layer, in ascending order."""
-        if isinstance(self.axes, Mapping):
-            return [self.axes.get("tensor", 1)]
-        return [self.tensor] if isinstance(self.tensor, int) else sorted({*self.tensor})
+        return tensor_sizes(self.axes, self.tensor)
 
     def divisions(self) -> list[SearchRequest]:
         """Return the search requests of `searches`. Raises PartitionError if there is no allowed division."""
@@ -232,6 +239,13 @@ class AxesRequest:
                 yield num_ranks, made
                 if _order_matters(links) and count > 1 and num_ranks > 1:
                     yield num_ranks, replace(made, consecutive="replicas")
+
+
+def tensor_sizes(axes: Axes | None, tensor: TensorSizes) -> list[int]:
+    """Return the numbers of ranks that may split each layer, in ascending order."""
+    if isinstance(axes, Mapping):
+        return [axes.get("tensor", 1)]
+    return [tensor] if isinstance(tensor, int) else sorted({*tensor})
 
 
 def check_tensor(axes: Any, tensor: Any, sequence_parallel: Any, tensor_layouts: Any = ("1d",)) -> None:

@@ -7,6 +7,7 @@ from os import PathLike
 from statistics import median
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from pipesched.profiling.loss_costs import loss_costs, with_loss_bytes
 from pipesched.profiling.optimizer_costs import measure_updates, put_updates
 from pipesched.profiling.plausibility import doubt_of_sum
 from pipesched.profiling.recompute_refusals import put_refusals
+from pipesched.profiling.tensor_shares import SplitCopy
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch, Microbatch, SplitDims, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
@@ -67,6 +69,8 @@ def profile(
     thorough: bool = True,
     ranks_are: RanksAre = "threads",
     cache: str | PathLike[str] | None = None,
+    tensor_parallel: Any = None,
+    tensor_size: int = 2,
 ) -> Profile:
     """Measure the time and memory of each layer of a model, for micro-batches of several sizes.
 
@@ -105,13 +109,17 @@ def profile(
         cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
             profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no
             cache).
+        tensor_parallel: which layers the ranks of a tensor group can split, as for ``Distributed(tensor_parallel=)``:
+            a dict of names and styles, or "auto". The layers of a split copy of the model are measured too, so that
+            ``tune(tensor=)`` can choose the size of the groups. Default: None (layers stay whole).
+        tensor_size: the number of ranks among which the layers of this copy are split. Default: 2.
 
     Returns:
         The Profile, for `pipesched.tune` and ``Search(profile=...)``.
 
     Raises:
-        InputError: the sample does not fit the forward's signature, only one of loss_fn and target is given, or
-            ranks_are is neither "threads" nor "processes".
+        InputError: the sample does not fit the forward's signature, only one of loss_fn and target is given, ranks_are
+            is neither "threads" nor "processes", or the layers cannot be split among ``tensor_size`` ranks.
         ModelTypeError: the model is not an nn.Module, or is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         ScheduleError: a file in ``cache`` is not a profile.
@@ -126,6 +134,11 @@ def profile(
     splitter = Splitter(1, fixed=False, split_dims=split_dims)
     optimizer = as_optimizer(optimizer)
     loss = as_loss(loss_fn, target)
+    if not is_count(tensor_size, 2):
+        raise InputError(
+            f"tensor_size= must be the number of ranks that split each layer, at least 2; got {shown(tensor_size)}; "
+            f"pass 2 or more, or leave tensor_parallel= out"
+        )
     has = splitter.batch(args, kwargs, target).rows[0]
     sizes = _sizes(rows, has)
     others = splitter.as_given(microbatches) if microbatches else None
@@ -143,30 +156,30 @@ def profile(
         own,
         code_of(optimizer),
         *([form_of((others.inputs, others.targets))] if others else []),
+        *([repr(tensor_parallel), tensor_size] if tensor_parallel is not None else []),
     )
     file = None if cache is None else as_path(cache) / f"{fingerprint(*parts)}.json"
     if file is not None and file.exists():
         return Profile.load(file)
     batches = [splitter.resized(args, kwargs, target, size) for size in sizes]
     batches += [others.of_replica(number, len(microbatches)) for number in range(len(microbatches))] if others else []
-    known = [layered(chain, batch.inputs[0], whole_layers) for batch in batches]
-    passes: list[list[dict[str, LayerCosts]]] = [[] for _ in batches]
-    count, base = (_PASSES, _EFFORT) if thorough else (1, _QUICK_EFFORT)
-    base = replace(base, ranks_are=ranks_are)
-    for number, (batch, model_of, own_passes) in product(range(count), zip(batches, known, passes, strict=True)):
-        if number == 2 and _agree(*own_passes):
-            continue
-        effort = replace(base, crowds=True, checks=number == min(1, count - 1))
-        with set_aside(chain, loss):
-            own_passes.append(measure(model_of, where, threads, effort))
-            if thorough and batch.rows[0] == has and effort.checks:
-                _check_sum(own_passes[-1], chain, batch, where, threads, base)
-            if loss is not None:
-                last, costs = own_passes[-1].popitem()
-                own_passes[-1][last] = _with_loss(costs, chain, batch, loss, where, threads, base)
-    costs_of_batches = [_between(each) for each in passes]
-    measured = zip(sizes, known, costs_of_batches, strict=False)
-    graphs = {size: model_of.graph(costs) for size, model_of, costs in measured}
+    effort = replace(_EFFORT if thorough else _QUICK_EFFORT, ranks_are=ranks_are)
+    subjects = [_Subject(chain, loss, batches, whole_layers)]
+    if tensor_parallel is not None:
+        split = SplitCopy(chain, loss_fn, tensor_parallel, tensor_size)
+        subjects.append(_Subject(split.model, as_loss(split.loss_fn, target), batches, whole_layers))
+    count = _PASSES if thorough else 1
+    for number, place in product(range(count), range(len(batches))):
+        if number < 2 or not _agree(*subjects[0].passes[place]):
+            own_effort = replace(effort, crowds=True, checks=number == min(1, count - 1))
+            checks_sum = thorough and own_effort.checks and batches[place].rows[0] == has
+            for subject in subjects:  # in turn, so that a busy machine hinders both
+                subject.measure(place, where, threads, own_effort, checks_sum=checks_sum)
+    known = subjects[0].known
+    graphs, *of_copy = (dict(zip(sizes, subject.graphs(), strict=False)) for subject in subjects)
+    if of_copy:
+        for place, size in enumerate(sizes):
+            split.put_shares(graphs[size], of_copy[0][size], subjects[1].known[place], batches[place])
     with set_aside(chain):
         put_refusals(known[sizes.index(has) if has in sizes else 0], graphs.values())
     if optimizer is not None:
@@ -175,12 +188,63 @@ def profile(
     fit = SizeFit()
     if others:
         of_sizes = [batch.sizes(look)[0] for batch in batches]
-        fit = SizeFit.of(list(zip(of_sizes, costs_of_batches, strict=True)))
+        fit = SizeFit.of(list(zip(of_sizes, subjects[0].costs(), strict=True)))
     found = Profile(graphs, own, machine, fit)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         found.save(file)
     return found
+
+
+class _Subject:
+    """A model whose layers are measured on several micro-batches.
+
+    Args:
+        model: the model.
+        loss: its loss; None if there is none.
+        batches: the micro-batches.
+        whole_layers: the names of modules that are kept as one layer.
+
+    Attributes:
+        known: the layers of the model, for each micro-batch.
+        passes: the measured costs of the layers in each pass, for each micro-batch.
+
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: nn.Module | None, batches: Sequence[Batch], whole_layers: Collection[str]
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._batches = batches
+        self.known = [layered(model, batch.inputs[0], whole_layers) for batch in batches]
+        self.passes: list[list[dict[str, LayerCosts]]] = [[] for _ in batches]
+
+    def measure(
+        self, place: int, device: torch.device, threads: int, effort: MeasurementEffort, *, checks_sum: bool
+    ) -> None:
+        """Measure the layers once on a micro-batch.
+
+        ``checks_sum`` states whether to compare the sum of the layers' times with the time of the model.
+        """
+        batch = self._batches[place]
+        plain = replace(effort, crowds=False, checks=False)
+        with set_aside(self._model, self._loss):
+            costs = measure(self.known[place], device, threads, effort)
+            if checks_sum:
+                _check_sum(costs, self._model, batch, device, threads, plain)
+            if self._loss is not None:
+                last, own = costs.popitem()
+                costs[last] = _with_loss(own, self._model, batch, self._loss, device, threads, plain)
+        self.passes[place].append(costs)
+
+    def costs(self) -> list[dict[str, LayerCosts]]:
+        """Return the medians of the layers' costs over all passes, for each micro-batch."""
+        return [_between(each) for each in self.passes]
+
+    def graphs(self) -> list["nx.DiGraph[str]"]:
+        """Return the layers with their costs, for each micro-batch."""
+        return [known.graph(costs) for known, costs in zip(self.known, self.costs(), strict=True)]
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:

@@ -6,35 +6,23 @@ import torch
 from torch.nn import functional
 
 import pipesched
-from pipesched import Link, Links, Plan, Profile
+from pipesched import Link, Links, Plan
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
 from tests.support import rank_processes
-from tests.support.jobs.tensor_parallel import LENGTH, ROWS, SEED, WIDTH, Case, batch_of, mesh_of, model_of, pipeline
+from tests.support.jobs.tensor_parallel import ROWS, SEED, SPLIT, Case, batch_of, mesh_of, model_of, pipeline
 
 STEPS = 2
-
-
-def splittable() -> Profile:
-    """Measure whole layers, and say what the ranks of a tensor group divide: two linear layers of each block."""
-    x, y = batch_of()
-    profile = pipesched.profile(model_of(), x[:4], loss_fn=functional.mse_loss, target=y[:4])
-    shares = dict.fromkeys(("split_forward", "split_backward", "split_weight_grad", "split_parameters"), 0.9)
-    for rows, graph in profile.graphs.items():
-        for node in graph.nodes.values():
-            size = rows * LENGTH * WIDTH * 4
-            node.update(shares, split_activations=0.5, all_reduces_forward=1, all_reduces_backward=1)
-            node.update(all_reduce_forward_bytes=size, all_reduce_backward_bytes=size)
-    return profile
 
 
 def found_plan(group: Any, **axes: int) -> Plan:
     """Return the plan of rank 0."""
     found: list[Any] = [None]
     if group.rank() == 0:
-        links = Links(inside=Link(1e-6, 1e10))
+        x, y = batch_of()
         wanted: dict[str, Any] = {"num_ranks": 4, "batch_size": ROWS, "num_microbatches": 8 // axes["replicate"]}
-        found = [pipesched.tune_profile(splittable(), axes=axes, links=links, zero=0, **wanted)]
+        wanted |= {"loss_fn": functional.mse_loss, "target": y[:4], "links": Links(inside=Link(1e-6, 1e10))}
+        found = [pipesched.tune(model_of(), x[:4], axes=axes, tensor_parallel=SPLIT, zero=0, **wanted)]
     torch.distributed.broadcast_object_list(found, group=group)
     plan: Plan = found[0]
     return plan
