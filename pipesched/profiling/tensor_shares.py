@@ -20,6 +20,7 @@ from pipesched.errors import InputError
 from pipesched.model.state_guard import untouched
 from pipesched.parallel.styles import divide_losses, split_model
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
+from pipesched.runtime.coordination.rank_activity import said
 from pipesched.runtime.microbatches import Batch
 from pipesched.tensors.meta_tensors import Beside, lacks_contents
 from pipesched.tensors.payload import pytree
@@ -64,7 +65,7 @@ class SplitCopy:
     def __init__(self, model: nn.Module, loss_fn: Any, tensor_parallel: Any, size: int) -> None:
         self._group = TensorGroup.counting(size)
         with torch.inference_mode(False):  # so that autograd can use the copied weights
-            self.model, self.loss_fn = copy.deepcopy((model, loss_fn))
+            self.model, self.loss_fn = _copied(model, loss_fn)
             divide_losses(self.loss_fn, self._group)
             split_model(self.model, tensor_parallel, self._group)
 
@@ -132,6 +133,16 @@ class SplitCopy:
                 torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
         group.layout = ActivationLayout.WHOLE
         return _SumsOfLayers(group)
+
+
+def _copied(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
+    try:
+        return copy.deepcopy((model, loss_fn))
+    except Exception as error:  # any error of a class that cannot be copied
+        raise InputError(
+            f"layers are split in a copy of the model; copy.deepcopy of the model and the loss raised {said(error)}; "
+            f"give the class of the object that cannot be copied a __deepcopy__, or leave tensor_parallel= out"
+        ) from error
 
 
 class _SumsOfLayers:

@@ -1,6 +1,7 @@
 """A measured profile says which shares of a model's layers tensor groups divide, and what they exchange."""
 
 import copy
+import threading
 from dataclasses import replace
 
 import pytest
@@ -243,6 +244,28 @@ def test_what_cannot_be_split_is_refused(options, text):
         options["profile"] = profiled(model, states(), rows=[ROWS])
     with pytest.raises((InputError, pipesched.errors.PipeschedError), match=text):
         pipesched.tune(model, states(), num_ranks=12, batch_size=24, axes="auto", **options)
+
+
+class Locked(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Opened(Locked):
+    """A class with the remedy that the error names."""
+
+    def __deepcopy__(self, memo):
+        made = Opened()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+def test_a_model_that_cannot_be_copied_is_refused_and_the_remedy_works():
+    with pytest.raises(InputError, match=r"copy\.deepcopy .* raised TypeError: .*lock.*__deepcopy__"):
+        profiled(nn.Sequential(Locked()), states(), rows=[ROWS], tensor_parallel=SPLIT)
+    graph = profiled(nn.Sequential(Opened()), states(), rows=[ROWS], tensor_parallel=SPLIT).graphs[ROWS]
+    assert shares_of(graph.nodes["0"]).all_reduces_forward == 1
 
 
 @pytest.mark.parametrize("size", [0, 1, 2.0, True, "2"])
