@@ -22,6 +22,7 @@ from pipesched.cli.options import (
     as_optimizer,
     as_replicas,
     as_tensor_layouts,
+    as_tensor_parallel,
     as_tensor_sizes,
     echo,
     read_links,
@@ -161,6 +162,11 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     "1,2,4,8.  [default: 1]",
 )
 @click.option(
+    "--tensor-parallel",
+    callback=as_tensor_parallel,
+    help="The layers of MODEL that these ranks can split, and their styles, such as '*.up=column,*.down=row', or auto.",
+)
+@click.option(
     "--sequence-parallel", is_flag=True, help="These ranks also divide the sequence in norms and residual sums."
 )
 @click.option(
@@ -220,6 +226,7 @@ def tune(model: str | None, *, output: tuple[Path, ...], width: int | None, **ch
       pipesched tune script.py:make --ranks 2 --batch 64 --confirm 3
       pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
       pipesched tune profile.json --ranks 64 --batch 512 --replicas auto --memory-limit 72GB
+      pipesched tune script.py:make --ranks 8 --batch 64 --replicas auto --tensor 1,2,4 --tensor-parallel auto
       pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 64 --replicas auto --tensor 1,2,4,8
       pipesched tune --table layers.csv --batch 512 --ranks 64 --replicas auto --tensor 8,64 --tensor-layouts 1d,3d
       pipesched tune --table layers.csv --rows 4 --batch 128 --ranks 16 --links links.json -o plan.json -o plan.png
@@ -246,6 +253,7 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     replicas: Any,
     zero: str,
     tensor: tuple[int, ...],
+    tensor_parallel: Any,
     sequence_parallel: bool,
     tensor_layouts: tuple[str, ...],
     memory_limit: int | None,
@@ -264,7 +272,12 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     if (model is None) == (table is None):
         got = "both" if model else "neither"
         raise click.UsageError(f"tune needs MODEL, or --table with a CSV file; got {got}; pass one of them")
-    for option, only, is_passed in (("--rows", "--table", rows and model), ("--confirm", "MODEL", confirm and table)):
+    is_profile = model is not None and Path(model).is_file() and not model.endswith(".py")
+    for option, only, is_passed in (
+        ("--rows", "--table", rows and model),
+        ("--confirm", "MODEL", confirm and table),
+        ("--tensor-parallel", "file.py:function", tensor_parallel and (table or is_profile)),
+    ):
         if is_passed:
             raise click.UsageError(f"{option} goes with {only} only; got {option} without {only}; leave {option} out")
     options: dict[str, Any] = {
@@ -288,10 +301,10 @@ def _tuned(  # noqa: PLR0913  # one parameter for each option
     if table is not None:
         state: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
         return pipesched.tune_profile(pipesched.Profile.from_table(table, rows=rows, **state), **options)
-    is_profile = Path(model or "").is_file() and not str(model).endswith(".py")
     if is_profile and not confirm:
         return pipesched.tune_profile(str(model), ranks_are="threads", **options)
-    return pipesched.tune(*((model,) if is_profile else _model(str(model))), confirm=confirm, **options)
+    of_model = (model,) if is_profile else _model(str(model))
+    return pipesched.tune(*of_model, confirm=confirm, tensor_parallel=tensor_parallel, **options)
 
 
 def _axes(ranks: int, replicas: Any, tensor: tuple[int, ...]) -> Any:

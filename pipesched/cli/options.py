@@ -28,6 +28,7 @@ __all__ = [
     "as_optimizer",
     "as_replicas",
     "as_tensor_layouts",
+    "as_tensor_parallel",
     "as_tensor_sizes",
     "echo",
     "read_links",
@@ -106,6 +107,18 @@ def as_tensor_sizes(_: Any, __: Any, text: str | None) -> tuple[int, ...]:
     if not all(size.strip().isdecimal() and int(size) for size in sizes.split(",")):
         raise click.BadParameter(f"{text!r} is not a list of numbers of ranks; for example, pass 8, or 1,2,4,8")
     return tuple(map(int, sizes.split(",")))
+
+
+def as_tensor_parallel(_: Any, __: Any, text: str | None) -> Any:
+    """Parse names and styles of layers, such as ``*.up=column,*.down=row``, or "auto"; None is returned unchanged."""
+    if text is None or text == "auto":
+        return text
+    pairs = [(name.strip(), style.strip()) for name, _, style in (pair.rpartition("=") for pair in text.split(","))]
+    if not all(name and style for name, style in pairs):
+        raise click.BadParameter(
+            f"{text!r} is not a list of names and styles of layers; for example, pass '*.up=column,*.down=row', or auto"
+        )
+    return dict(pairs)
 
 
 def as_tensor_layouts(_: Any, __: Any, text: str) -> tuple[str, ...]:

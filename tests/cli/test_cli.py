@@ -552,6 +552,39 @@ def test_tune_divides_ranks_into_replicas(tmp_path):
     assert "'many' is not a number of replicas; pass a whole number of at least 1, or auto" in refused.stderr
 
 
+SPLITTABLE = """
+import torch
+from torch import nn
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def make():
+    return nn.Sequential(Perceptron(), Perceptron()), torch.randn(4, 64)
+"""
+
+
+def test_tune_measures_which_layers_of_a_model_can_be_split(file):
+    script = file(SPLITTABLE, "splittable.py")
+    # more ranks than layers, and one replica: layers must be split
+    command = ["tune", f"{script}:make", "--ranks", 4, "--batch", 4, "--replicas", 1, "--tensor", 2]
+    result = run(*command, "--tensor-parallel", "*.up=column,*.down=row")
+    assert "(dp 1 x pp 2 x tp 2)" in result.stdout
+    assert "pass tensor_parallel='auto', or a dict of your layers' names" in run(*command).stderr
+    wrong = run(*command, "--tensor-parallel", "column")
+    assert "'column' is not a list of names and styles of layers" in wrong.stderr
+    profile([1e-3] * 4, (1, 2)).save(script.parent / "profile.json")
+    saved = run("tune", script.parent / "profile.json", "--batch", 8, "--tensor-parallel", "auto")
+    assert "--tensor-parallel goes with file.py:function only" in saved.stderr
+
+
 def test_bound_prints_the_bound_the_best_known_and_the_gap(file):
     costs = Costs((25, 23, 15), (28, 27, 15), (22, 16, 11), (50, 42, 24), transfer_s=1)
     path = file(json.dumps(costs.to_dict()), "costs.json")
