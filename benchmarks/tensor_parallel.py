@@ -6,6 +6,7 @@ Two stages over tensor groups of 2 and 4 ranks. A block has a layer that sleeps,
 columns, and a linear layer that is split by rows, as in Megatron-LM. The ranks of a tensor group exchange real tensors,
 and each exchange is stretched to the time that the link takes: latency for each serial round, and bytes over bandwidth.
 The prediction knows the link only from `Search(links=...)`, and the layers from rank 0, which measures them alone.
+"planned" is the prediction of `tune`, which measures whole layers and those of a split copy in one process.
 "bytes sent" is what a rank sends in collectives in a step, counted in the run; "by the formula" is 2 (P - 1)/P n bytes
 for each of two all-reduces of a block and a micro-batch.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+import pipesched
 from benchmarks.measure import in_ranks, machine
 from benchmarks.sleeping import WIDTH, Sleeping, wake_in_time
 from pipesched import Distributed, Link, Links, Pipeline, Search
@@ -30,6 +32,7 @@ from pipesched.parallel.traffic_counter import Traffic
 from pipesched.profiling.tensor_link import collective_s
 
 STAGES, BLOCKS, MICROBATCHES, ROWS = 2, 8, 8, 64
+SPLIT = {"*.up": "column", "*.down": "row"}
 SHAPES = ((2, "1f1b"), (2, "zb-h1"), (4, "1f1b"))
 
 
@@ -44,6 +47,36 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows of WIDTH numbers."""
         return self.down(self.up(self.sleeping(x)))
+
+
+def model_of(seconds: float) -> nn.Sequential:
+    """Return the whole model."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(seconds) for _ in range(BLOCKS)))
+
+
+def links_of(size: int, link: Link) -> Links:
+    """Return the links, with one host for each stage."""
+    return Links(inside=link, hosts=tuple(stage for stage in range(STAGES) for _ in range(size)))
+
+
+def planned(size: int, schedule: str, link: Link, seconds: float) -> float:
+    """Return the step time that `tune` predicts, in one process."""
+    x = torch.randn(ROWS, WIDTH)
+    plan = pipesched.tune(
+        model_of(seconds),
+        x,
+        loss_fn=functional.mse_loss,
+        target=x,
+        num_ranks=STAGES * size,
+        batch_size=ROWS * MICROBATCHES,
+        num_microbatches=MICROBATCHES,
+        schedule=schedule,
+        axes={"pipeline": STAGES, "replicate": 1, "tensor": size},
+        links=links_of(size, link),
+        tensor_parallel=SPLIT,
+    )
+    return plan.alternatives[0].step_s
 
 
 def stretch(link: Link) -> None:
@@ -70,18 +103,17 @@ def trained(rank: int, size: int, schedule: str, link: Link, seconds: float, ste
     stretch(link)
     wake_in_time()
     mesh = init_device_mesh("cpu", (STAGES, size), mesh_dim_names=("pp", "tp"))
-    torch.manual_seed(0)
+    model = model_of(seconds)
     x = torch.randn(ROWS * MICROBATCHES, WIDTH)
-    hosts = tuple(stage for stage in range(STAGES) for _ in range(size))
     with Pipeline(
-        nn.Sequential(*(Block(seconds) for _ in range(BLOCKS))),
+        model,
         x[:ROWS],
         loss_fn=functional.mse_loss,
         mesh=mesh,
         schedule=schedule,
         num_microbatches=MICROBATCHES,
-        search=Search(links=Links(inside=link, hosts=hosts)),
-        distributed=Distributed(tensor_parallel={"*.up": "column", "*.down": "row"}),
+        search=Search(links=links_of(size, link)),
+        distributed=Distributed(tensor_parallel=SPLIT),
     ) as pipe:
         took_s = []
         group = pipe._running.host.tensor
@@ -106,9 +138,11 @@ def main() -> None:
     parser.add_argument("--mb-per-s", type=float, default=20.0)
     args = parser.parse_args()
     link = Link(args.latency_us / 1e6, args.mb_per_s * 1e6)
-    table = Table("tensor ranks", "schedule", "predicted", "measured", "error", "bytes sent", "by the formula")
+    heads = ("tensor ranks", "schedule", "predicted", "planned", "measured", "errors", "bytes sent", "by the formula")
+    table = Table(*heads)
     for size, schedule in SHAPES:
         job = size, schedule, link, args.layer_ms / 1e3, args.steps
+        planned_s = planned(size, schedule, link, args.layer_ms / 1e3)
         predicted_s, measured_s, sent = in_ranks(STAGES * size, trained, *job)[0]
         passes = 2 * (BLOCKS // STAGES) * MICROBATCHES  # forward and backward
         due = passes * 2 * (size - 1) * ROWS * WIDTH * 4 // size
@@ -116,8 +150,9 @@ def main() -> None:
             str(size),
             schedule,
             f"{predicted_s * 1e3:.1f} ms",
+            f"{planned_s * 1e3:.1f} ms",
             f"{measured_s * 1e3:.1f} ms",
-            f"{predicted_s / measured_s - 1:+.1%}",
+            f"{predicted_s / measured_s - 1:+.1%}, {planned_s / measured_s - 1:+.1%}",
             f"{sent:,}",
             f"{due:,}",
         )

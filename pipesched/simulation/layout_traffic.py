@@ -8,8 +8,8 @@ Sources: Xu et al. 2021, arXiv:2104.05343 (2d); Wang et al. 2021, arXiv:2105.145
 arXiv:2105.14450 (3d).
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 
 from pipesched.simulation.links import Links
 from pipesched.simulation.tensor_layout import LayerExchange, TensorLayout
@@ -17,13 +17,13 @@ from pipesched.simulation.tensor_split import TensorShares, TensorTraffic
 
 __all__ = ["LayoutTraffic"]
 
-#: The methods of `Links` with the times of the kinds of a `LayerExchange`.
-_TIMES = {
-    "all-reduce": "all_reduce_s",
-    "all-gather": "all_gather_s",
-    "reduce-scatter": "reduce_scatter_s",
-    "broadcast": "broadcast_s",
-    "reduce": "reduce_s",
+#: The methods with the times of the kinds of a `LayerExchange`, as tensor groups run them.
+_TIMES: dict[str, Callable[[Links, float, Sequence[int]], float]] = {
+    "all-reduce": partial(Links.all_reduce_s, direct=True),
+    "all-gather": Links.all_gather_s,
+    "reduce-scatter": partial(Links.reduce_scatter_s, direct=True),
+    "broadcast": Links.broadcast_s,
+    "reduce": Links.reduce_s,
 }
 
 
@@ -125,7 +125,7 @@ class LayoutTraffic:
 
     def _slowest_s(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
         ranks = range(self._layout.length(axes))
-        return max((float(getattr(links, _TIMES[kind])(num_bytes, ranks)) for links in self._lines(axes)), default=0.0)
+        return max((_TIMES[kind](links, num_bytes, ranks) for links in self._lines(axes)), default=0.0)
 
     def _links_along(self, axes: tuple[str, ...]) -> list[Links]:
         """Return the links between the ranks that differ only along these axes, without repetitions."""

@@ -258,7 +258,7 @@ class Links:
             )
         return self.hosts[rank]
 
-    def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
+    def all_reduce_s(self, num_bytes: float, ranks: Sequence[int], *, direct: bool = False) -> float:
         """Return the time of an all-reduce in seconds.
 
         If all-reduces were not measured, the time is that of a reduce-scatter plus that of an all-gather.
@@ -273,17 +273,29 @@ class Links:
         Args:
             num_bytes: the size of the tensor.
             ranks: the ranks that take part, in the order of the ring. The slowest link determines the time.
+            direct: as for `reduce_scatter_s`. Default: False.
 
         """
-        return self._collective_s("all_reduce", 2 * self._ring_s(num_bytes, ranks), num_bytes, ranks)
+        gather_s = self._ring_s(num_bytes, ranks)
+        scatter_s = self._direct_s(num_bytes, ranks) if direct else gather_s
+        return self._collective_s("all_reduce", scatter_s + gather_s, num_bytes, ranks)
 
     def all_gather_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of an all-gather in seconds. ``num_bytes`` is the size of the gathered tensor."""
         return self._collective_s("all_gather", self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
-    def reduce_scatter_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of a reduce-scatter in seconds. ``num_bytes`` is the size of the whole tensor."""
-        return self._collective_s("reduce_scatter", self._ring_s(num_bytes, ranks), num_bytes, ranks)
+    def reduce_scatter_s(self, num_bytes: float, ranks: Sequence[int], *, direct: bool = False) -> float:
+        """Return the time of a reduce-scatter in seconds.
+
+        Args:
+            num_bytes: the size of the whole tensor.
+            ranks: the ranks that take part, in the order of the ring. The slowest link determines the time.
+            direct: whether each rank sends every other rank its part in one round, as tensor groups do, so that the
+                latency is paid once. Default: False.
+
+        """
+        own_s = self._direct_s(num_bytes, ranks) if direct else self._ring_s(num_bytes, ranks)
+        return self._collective_s("reduce_scatter", own_s, num_bytes, ranks)
 
     def broadcast_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of a broadcast in seconds. The root may be any rank.
@@ -321,14 +333,19 @@ class Links:
             ranks: the ranks that take part. The slowest link determines the time.
 
         """
-        ring, others = self._ring(num_bytes, ranks), len(ranks) - 1
-        direct_s = max(min(others, 1) * link.latency_s + others * num_bytes * link.byte_s for link in ring)
+        direct_s = self._direct_s(len(ranks) * num_bytes, ranks)
         return self._collective_s("reduce", direct_s, num_bytes, ranks)
 
     def _collective_s(self, kind: str, ring_s: float, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the measured time of a collective between these ranks; ``ring_s`` if it was not measured."""
         link: Link | None = getattr(self._collectives.get(frozenset(ranks)), kind, None)
         return ring_s if link is None else link.time_s(num_bytes)
+
+    def _direct_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Return the time of one round in which a rank sends or receives (d - 1)/d of the bytes, for d ranks."""
+        ring, count = self._ring(num_bytes, ranks), len(ranks)
+        others = count - 1
+        return max(min(others, 1) * link.latency_s + others * num_bytes / count * link.byte_s for link in ring)
 
     def _ring_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of d - 1 rounds in a ring of d ranks. In each round, every link carries 1/d of the bytes.

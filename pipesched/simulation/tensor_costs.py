@@ -102,9 +102,9 @@ class TensorCosts:
         #: The links inside the groups, without repetitions.
         self._inside = [] if links is None else list(dict.fromkeys(map(links.among, groups)))
         self._blocks = LayoutTraffic(axis.layout, self._inside)
-        self._all_reduce_s = cache(lambda num_bytes: self._slowest_s("all_reduce_s", num_bytes))
+        self._all_reduce_s = cache(lambda num_bytes: self._slowest_s("all_reduce_s", num_bytes, direct=True))
         self._all_gather_s = cache(lambda num_bytes: self._slowest_s("all_gather_s", num_bytes))
-        self._reduce_scatter_s = cache(lambda num_bytes: self._slowest_s("reduce_scatter_s", num_bytes))
+        self._reduce_scatter_s = cache(lambda num_bytes: self._slowest_s("reduce_scatter_s", num_bytes, direct=True))
 
     def links_of_planes(self) -> Links | None:
         """Return the links between the ranks of one plane: for each pair, the slowest link of any plane."""
@@ -158,9 +158,9 @@ class TensorCosts:
         """Return the bytes that a rank sends in an all-gather or a reduce-scatter."""
         return round(size * (self._axis.size - 1) / self._axis.size)
 
-    def _slowest_s(self, collective: str, num_bytes: float) -> float:
+    def _slowest_s(self, collective: str, num_bytes: float, **how: bool) -> float:
         ranks = range(self._axis.size)
-        return max((float(getattr(links, collective)(num_bytes, ranks)) for links in self._inside), default=0.0)
+        return max((float(getattr(links, collective)(num_bytes, ranks, **how)) for links in self._inside), default=0.0)
 
     # ---- layers -------------------------------------------------------------------------------------------------
 

@@ -61,10 +61,11 @@ def exchange_s(exchange):
     latency_s, byte_s = LINKS.inside.latency_s, LINKS.inside.byte_s
     others, size = exchange.ranks - 1, WIDE * exchange.elements
     part_s = others * (latency_s + size / exchange.ranks * byte_s)
+    direct_s = latency_s + others * size / exchange.ranks * byte_s
     each = {
         "all-gather": part_s,
-        "reduce-scatter": part_s,
-        "all-reduce": 2 * part_s,
+        "reduce-scatter": direct_s,
+        "all-reduce": direct_s + part_s,
         "broadcast": others * latency_s + size * byte_s,
         "reduce": latency_s + others * size * byte_s,
     }

@@ -276,7 +276,7 @@ def test_advice_keeps_the_tensor_groups():
         ),
         ({"tensor": 1, "sequence_parallel": True}, InputError, "sequence_parallel=True divides the sequence"),
         ({"sequence_parallel": 1}, PipeschedError, "sequence_parallel= must be True or False; got 1"),
-        ({"known": WHOLE}, PartitionError, "for a profile without split_forward in any layer; add the column"),
+        ({"known": WHOLE}, PartitionError, "for a profile without split_forward in any layer; measure the model"),
     ],
 )
 def test_wrong_requests_are_refused(options, error, words):

@@ -85,8 +85,8 @@ def test_a_group_of_gpus_shares_the_work_of_a_layer_and_sums_its_output():
     groups = TensorCosts(TensorAxis(size=8), 8, model.links(host, 8))
     node = groups.divided(loaded(FOLDER / "gpt-3-175b-a100.csv")).graphs[1].nodes["layers.0"]
     whole_s = 2 * host.device.passes(2048 * 12288, 4).forward_s
-    round_s = host.inside.latency_s + block.output_bytes / 8 / host.inside.bytes_per_s
-    expected_s = (block.work.forward_s - whole_s) / 8 + whole_s + 2 * 14 * round_s
+    all_reduce_s = 8 * host.inside.latency_s + 14 * block.output_bytes / 8 / host.inside.bytes_per_s
+    expected_s = (block.work.forward_s - whole_s) / 8 + whole_s + 2 * all_reduce_s
 
     assert node["forward_s"] == pytest.approx(expected_s, rel=1e-5)
     assert node["parameter_bytes"] == block.work.parameters * 2 // 8

@@ -150,10 +150,10 @@ def test_a_tied_weight_is_divided_once_and_counted_once():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_an_all_reduce_takes_two_rounds_for_each_other_rank(size):
-    """Two all-reduces of 1 MB in F and in I. In each of 2(T-1) rounds, a rank sends a T-th of the megabyte."""
+def test_an_all_reduce_takes_a_round_for_each_rank(size):
+    """Two all-reduces of 1 MB in F and in I: a direct exchange and T-1 rounds, in which a rank sends 2(T-1)/T MB."""
     own, free = layer(size, LINKS), layer(size)
-    each_s = 2 * (size - 1) * (10e-6 + 1e6 / size / 1e9)
+    each_s = size * 10e-6 + 2 * (size - 1) * 1e6 / size / 1e9
     assert own["forward_s"] - free["forward_s"] == pytest.approx(2 * each_s)
     assert own["input_grad_s"] - free["input_grad_s"] == pytest.approx(2 * each_s)
     assert own["backward_s"] - free["backward_s"] == pytest.approx(2 * each_s)
@@ -165,11 +165,12 @@ def test_an_all_reduce_takes_two_rounds_for_each_other_rank(size):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_sequence_is_gathered_and_scattered_and_gathered_again_for_weight_gradients(size):
     own, free = layer(size, LINKS, sequence_parallel=True), layer(size, sequence_parallel=True)
-    half_s = (size - 1) * (10e-6 + 1e6 / size / 1e9)
-    assert own["forward_s"] - free["forward_s"] == pytest.approx(2 * 2 * half_s)
-    assert own["input_grad_s"] - free["input_grad_s"] == pytest.approx(2 * 2 * half_s)
-    assert own["weight_grad_s"] - free["weight_grad_s"] == pytest.approx(2 * half_s)
-    assert own["backward_s"] - free["backward_s"] == pytest.approx(3 * 2 * half_s)
+    sent_s = (size - 1) * 1e6 / size / 1e9
+    gather_s, both_s = (size - 1) * 10e-6 + sent_s, size * 10e-6 + 2 * sent_s
+    assert own["forward_s"] - free["forward_s"] == pytest.approx(2 * both_s)
+    assert own["input_grad_s"] - free["input_grad_s"] == pytest.approx(2 * both_s)
+    assert own["weight_grad_s"] - free["weight_grad_s"] == pytest.approx(2 * gather_s)
+    assert own["backward_s"] - free["backward_s"] == pytest.approx(2 * (both_s + gather_s))
     assert own["tensor_weight_grad_bytes"] == 2 * 10**6 * (size - 1) // size
 
 
@@ -182,7 +183,7 @@ def test_a_tree_has_log2_rounds_and_sends_as_many_bytes(size, rounds):
     bytes_s = links.all_reduce_s(10**6, ranks) - links.all_reduce_s(0, ranks)
     assert bytes_s == pytest.approx(2 * (size - 1) / size * 1e-3)
     own, free = layer(size, links), layer(size)
-    assert own["forward_s"] - free["forward_s"] == pytest.approx(2 * (2 * rounds * 10e-6 + bytes_s))
+    assert own["forward_s"] - free["forward_s"] == pytest.approx(2 * ((1 + rounds) * 10e-6 + bytes_s))
 
 
 def test_links_keep_their_algorithm_in_files_and_older_files_have_rings():
