@@ -199,12 +199,16 @@ class _LayerCalls:
     def __exit__(self, *_: object) -> None:
         self._group.counter.action = ""
         self._outputs.clear()
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
 
     def turn_back(self) -> None:
-        """Count for the backward of the last layer from now on."""
+        """Count for the backward of the last layer from now on, and for it whatever the layers compute again."""
+        self._remove_hooks()
         self._count("B")
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _count(self, action: str) -> None:
         self._group.counter.action = f"{action} {self._current}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pipesched
 from pipesched import Link, Links
@@ -181,6 +182,24 @@ def test_a_model_on_the_meta_device():
         model = nn.Sequential(Perceptron(), Perceptron())
     graph = profiled(model, states(), rows=[ROWS], tensor_parallel=SPLIT).graphs[ROWS]
     assert shares_of(graph.nodes["1"]).all_reduce_backward_bytes == STATES
+
+
+class Recomputing(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()  # a dropout must not run in a backward
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_what_a_layer_computes_again_counts_for_its_backward():
+    model = nn.Sequential(Recomputing(), Recomputing())
+    graph = profiled(model, states(), rows=[ROWS], tensor_parallel=SPLIT).graphs[ROWS]
+    for name in ("0", "1"):
+        shares = shares_of(graph.nodes[name])
+        assert shares.all_reduces_forward == 1
+        assert shares.all_reduces_backward in (1, 2)  # torch may stop before the last sum
 
 
 def test_a_frozen_layer_exchanges_nothing_in_its_backward():
