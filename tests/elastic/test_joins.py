@@ -103,7 +103,7 @@ def test_a_rank_that_is_left_alone_takes_in_another(job: Job) -> None:
     check(first, new)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind])
 def test_a_rank_of_each_kind_of_pipeline_is_lost(job: Job, kind: str) -> None:
     job.start(Script(kind=kind), Script(kind=kind, kill_before=8), Script(kind=kind))

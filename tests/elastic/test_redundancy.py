@@ -493,6 +493,7 @@ class Moving(Rank):
             self.use(step + 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [[[0, 1]], [[0, 1, 2]], pytest.param([[0, 1, 2, 3]], marks=pytest.mark.exhaustive)])
 def test_wherever_a_rank_stops_while_layers_move_the_others_have_a_common_version(rows, monkeypatch) -> None:
     monkeypatch.setitem(globals(), "Rank", Moving)

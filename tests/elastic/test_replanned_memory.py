@@ -11,6 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees")
 _SCALARS = 1024  # bytes of losses, headers and counts of steps
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("changes", "options"),
     [

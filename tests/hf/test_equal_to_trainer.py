@@ -21,7 +21,7 @@ def check(make, pipeline=jobs.TWO, rounding=ROUNDING, **options):
     return pipelined
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.llama, jobs.bert, jobs.t5, jobs.vit])
 def test_a_kind_of_model(make, accumulation):
@@ -29,11 +29,13 @@ def test_a_kind_of_model(make, accumulation):
     check(make, gradient_accumulation_steps=accumulation, include_num_input_tokens_seen="all")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [jobs.token_classifier, jobs.sequence_classifier, jobs.regressor, jobs.adapted_gpt2])
 def test_a_task(make):
     check(make)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.bert, jobs.t5, jobs.vit])
 def test_label_smoothing(make):
     check(make, label_smoothing_factor=0.1, data=jobs.rows_with_decoder_inputs if make is jobs.t5 else None)
@@ -49,7 +51,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("options", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_an_argument(options):
     check(jobs.gpt2, **options)
@@ -87,6 +89,7 @@ def no_labels(count, seed):
     return [{**row, "labels": torch.full_like(row["labels"], -100)} for row in jobs.rows(jobs.bert, count, seed)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("data", [few_labels, no_labels])
 def test_rows_without_labels(data):
     """The mean over the labels of a micro-batch without labels is NaN, but counts 0. Without any label it is NaN."""
@@ -119,6 +122,7 @@ def pairs(count, seed):
     return [{"x": torch.randn(8, generator=generator), "y": torch.randn(8, generator=generator)} for _ in range(count)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("make", "data"), [(Mixture, None), (Pairs, pairs)])
 def test_a_loss_that_needs_whole_batches(make, data):
     data = data or (lambda count, seed: jobs.rows(jobs.llama, count, seed))
@@ -169,6 +173,7 @@ def test_a_method_that_makes_an_optimizer(tmp_path):
     assert not any(torch.equal(one, other) for one, other in zip(before, jobs.weights(trainer), strict=True))
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_of_ones_own():
     check(jobs.gpt2, parts={"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {"lr": 1e-3})})
 
@@ -200,6 +205,7 @@ def test_callbacks_see_the_gradients_and_the_metrics_see_prepared_outputs():
     assert len(plain.seen) == 6
 
 
+@pytest.mark.exhaustive
 def test_predictions_without_labels():
     unlabelled = [
         {name: value for name, value in row.items() if name != "labels"} for row in jobs.rows(jobs.gpt2, 7, 9)

@@ -227,6 +227,7 @@ PARTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_run_equals_trainer(name):
@@ -242,6 +243,7 @@ def test_a_run_equals_trainer(name):
     assert worst <= others.ROUNDING, place
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_equals_trainer(tmp_path):
     """The second run takes the patience of 5 from the checkpoint."""
     found = []
@@ -276,6 +278,7 @@ def figures_of_replicas(pipeline):
     return [jobs.figures(jobs.trained(jobs.gpt2, pipeline, **common, **run)) for run in runs]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(200)
 def test_two_replicas_of_two_ranks_equal_two_replicas():
     """Each replica counts its own labels, and a sampler that balances batches balances them over replicas."""
@@ -302,7 +305,7 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_optimizer_or_schedule_equals_trainer(name):
     """Adafactor enlarges the rounding of small gradients."""

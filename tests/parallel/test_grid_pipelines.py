@@ -12,6 +12,7 @@ from tests.support.rank_processes import Ranks
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_grid_trains_as_one_process_with_the_same_bits_for_every_schedule(eight: Ranks, dtype: torch.dtype) -> None:
     due = jobs.looped(dtype)
@@ -32,7 +33,7 @@ def test_a_grid_trains_as_one_process_with_the_same_bits_for_every_schedule(eigh
 LAYOUTS = {"3d": (1, 1, 8), "2.5d": (1, 1, 8), "2d": (1, 2, 4), "1d": (1, 2, 4)}
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", ["plain", *LAYOUTS])
 def test_a_run_of_one_layout_continues_in_another(eight: Ranks, tmp_path: Path, before: str, after: str) -> None:
@@ -54,6 +55,7 @@ def test_a_run_of_one_layout_continues_in_another(eight: Ranks, tmp_path: Path, 
         assert weights.keys() == due.weights.keys()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_of_a_grid_train_as_one_process(eight: Ranks, tmp_path: Path, zero: int) -> None:
     """And a saved run of replicas continues, with the parts of the states that each holds."""
@@ -70,7 +72,7 @@ def test_replicas_of_a_grid_train_as_one_process(eight: Ranks, tmp_path: Path, z
 COLLECTIVES = [("2d", (1, 2, 4), "broadcast"), ("2d", (1, 2, 4), "reduce"), ("3d", (1, 1, 8), "reduce_scatter")]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("fault", ["raise", "exit", "freeze", "hang"])
 @pytest.mark.parametrize("place", COLLECTIVES, ids=str)
 def test_a_rank_that_fails_inside_a_collective_is_named_in_time(eight: Ranks, place: Any, fault: str) -> None:

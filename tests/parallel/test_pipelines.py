@@ -14,6 +14,7 @@ from tests.support.rank_processes import Ranks
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_split_layers_train_as_one_process_with_the_same_bits_for_every_schedule(
     four: Ranks, dtype: torch.dtype
@@ -40,6 +41,7 @@ def test_replicas_of_split_layers_train_as_one_process(eight: Ranks, zero: int, 
     assert max(jobs.differences(case, results).values()) <= LIMITS[case.dtype]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", jobs.OF_SEQUENCE)
 def test_sequences_are_divided_inside_blocks_and_between_stages(four: Ranks, where: str) -> None:
     """The losses and norms have the same bits for each schedule."""

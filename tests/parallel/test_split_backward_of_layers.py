@@ -89,6 +89,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_products_wait_for_the_w_and_have_the_bits_of_a_b(ranks, case, size):

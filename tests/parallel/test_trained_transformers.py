@@ -42,7 +42,7 @@ def check(ranks: Ranks, case: Case, steps: int, timeout_s: float) -> None:
     assert all(one.losses == results[0].losses for one in results)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_divided_models_train_as_one_process(four: Ranks, case: Case) -> None:

@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_models_train_as_in_one_process(four, case):
     """With dropout, clipping, padding, uneven labels of -100 and tied heads."""

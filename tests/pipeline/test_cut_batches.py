@@ -26,6 +26,7 @@ def test_each_microbatch_has_its_own_shape(schedule: str, checkpoint: str) -> No
     run_here(2, partial(jobs.trains, checkpoint=checkpoint), schedule)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("schedule", "inputs"), [("zb-h1", "all"), ("1f1b", "first")])
 def test_lists_of_microbatches_train_over_a_mesh_as_the_loop(ranks: Ranks, schedule: str, inputs: str) -> None:
     ranks.run(2, jobs.trains, schedule, inputs)

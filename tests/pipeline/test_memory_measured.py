@@ -117,6 +117,7 @@ def test_layers_that_run_again_keep_their_inputs_and_what_is_dear(make, word):
     check(compare(make, "gpipe", checkpoint=dict.fromkeys(layers, word)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss_fn", [far, functional.cross_entropy, nn.functional.multi_margin_loss])
 def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(loss_fn):
     model, sample = wide()

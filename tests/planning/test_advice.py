@@ -63,7 +63,7 @@ def planned(cause: str, **changes: Any) -> Plan:
     return tune_profile(**{"profile": profile, "effort": 60_000, **options, **changes})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("cause", PLANTED)
 def test_a_plan_names_what_binds_it_and_a_next_step_that_removes_it(cause: str) -> None:
     plan = planned(cause)

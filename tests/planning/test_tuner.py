@@ -272,6 +272,7 @@ def test_what_fits_with_a_large_effort_fits_with_a_small_one(times, limit, ranks
         assert find_plan(replace(asked, effort=SMALL)).alternatives[0].peak_bytes <= limit
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=2)
 @given(
     times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=6),

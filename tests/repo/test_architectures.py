@@ -33,6 +33,7 @@ def test_a_class_is_built_and_trains_plain(name):
     assert sum(parameter.numel() for parameter in specimen.model().parameters()) < 5_000_000
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "ViTForImageClassification"])
 def test_a_trial_compares_three_stages_with_the_plain_loop(name):
     from architecture_trials import trial
@@ -41,6 +42,7 @@ def test_a_trial_compares_three_stages_with_the_plain_loop(name):
     assert record["trials"]["all padded"]["verdict"] == "same bits"
 
 
+@pytest.mark.exhaustive
 def test_every_class_with_a_head_is_found():
     from architectures import classes
 

@@ -32,6 +32,7 @@ def source(module):
     return next((file for file in (own, helper) if file.exists() and not module.startswith("pipesched")), None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_imported_name_exists(file):
     missing = []

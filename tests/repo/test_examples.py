@@ -119,7 +119,8 @@ def check_demo(folder, printed, num_ranks, alone):
     median = re.findall(r"^measured: the median step took ([\d.]+) ms \(1 measured\)$", printed, re.M)
     (measured,) = re.findall(r"^predicted .*, measured ([\d.]+ m?s) ", printed, re.M)
     number, unit = measured.split()
-    assert [float(number) * (1000 if unit == "s" else 1)] == pytest.approx([float(own) for own in median], abs=0.06)
+    to_ms = 1000 if unit == "s" else 1  # the number has four digits
+    assert [float(number) * to_ms] == pytest.approx([float(own) for own in median], rel=5.1e-4, abs=0.06)
     assert (folder / "runs" / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(folder / "weights.pt")
     assert weights.keys() == alone.keys()

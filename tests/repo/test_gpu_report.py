@@ -28,7 +28,7 @@ def name_of(command: Command) -> str:
     return Path(command.words[0]).stem if command.words[0].endswith(".py") else command.words[1]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", COMMANDS, ids=name_of)
 def test_a_command_runs_at_a_small_size_on_the_cpu(command: Command, tmp_path: Path) -> None:

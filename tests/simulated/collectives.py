@@ -251,6 +251,7 @@ class SimulatedGroup(distributed.ProcessGroup):
         self.host = host
         if host is not None:  # also gives the group its name
             self._register_backend(torch.device("cpu"), distributed.ProcessGroup.BackendType.GLOO, host)
+            self._set_default_backend(distributed.ProcessGroup.BackendType.GLOO)  # torch 2.15 asks it for its name
         self._accelerator = start()
         self._own_rank, self._own_size = rank, size
         self._make = functools.partial(_communicator, store, timeout_s)

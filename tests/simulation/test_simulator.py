@@ -71,6 +71,7 @@ def test_a_plain_and_a_lowered_program_take_equal_time_and_memory(data):
     assert lowered.peak_in_flight == plain.peak_in_flight
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", schedules.names())
 @settings(quick, max_examples=15)
 @given(st.data())

@@ -1,4 +1,4 @@
-"""Hides a private part of torch from pipesched, then trains: run as ``python -m tests.support.hidden_parts``.
+"""Hides a private part of torch from pipesched, then trains: run as ``python -m tests.support.hidden_parts part ...``.
 
 For each part, a forked process hides the part, imports pipesched and uses it. The processes print as JSON, for each
 part, how an import of all modules, a plain step, and code that needs the part ended: "" or an error.
@@ -225,7 +225,7 @@ def tried(name: str) -> list[str]:
 
 def main() -> None:
     gc.disable()  # a collection would scan all of torch in each process
-    for name in PARTS:
+    for name in sys.argv[1:]:
         if os.fork() == 0:
             try:
                 print(json.dumps([name, *tried(name)]), flush=True)

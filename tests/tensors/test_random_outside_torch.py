@@ -55,7 +55,7 @@ def made() -> Model:
     return Model()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_what_is_drawn_depends_on_its_place_alone(num_ranks: int, checkpoint: str) -> None:

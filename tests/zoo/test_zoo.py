@@ -51,7 +51,7 @@ def parameters_of(pipe: Pipeline) -> list[int]:
     return [sum(p.numel() for layer in layers for p in layer.parameters()) for layers in stages]
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.smoke if name == "GPT-2" else ()) for name in ZOO]
 )

@@ -47,7 +47,7 @@ def test_the_times_of_a_job_are_those_of_the_lanes_stream(sim):
     assert (start, end) == (pytest.approx(10), pytest.approx(11))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", replica_jobs.__all__)
 def test_memory_is_not_used_again_before_the_lane_and_the_rank_have_used_it(ranks, name):
     """Also after a failed step, which waits for no sum."""

@@ -233,14 +233,16 @@ def test_modules_have_the_bits_of_the_cpu(sim, name):
     assert not sim.judge.violations
 
 
-@pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
-def test_recurrent_layers_have_the_bits_of_the_cpu_without_gradients(name):
+@pytest.mark.parametrize(("name", "atol"), [("gru", 0.0), ("lstm", 1e-6), ("rnn", 0.0)])
+def test_recurrent_layers_have_the_numbers_of_the_cpu_without_gradients(name, atol):
+    """Also the bits, but for an LSTM: without gradients, a CPU may run that of oneDNN, which rounds otherwise."""
     make, x = MODULES[name]
     torch.manual_seed(0)
     model = make().eval()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(copy.deepcopy(model).to(DEVICE)(x.to(DEVICE))[0].cpu(), model(x)[0])
+            given = copy.deepcopy(model).to(DEVICE)(x.to(DEVICE))[0].cpu()
+            torch.testing.assert_close(given, model(x)[0], rtol=0.0, atol=atol)
 
 
 @pytest.mark.parametrize(
