@@ -6,7 +6,7 @@ Two stages over tensor groups of 2 and 4 ranks. A block has a layer that sleeps,
 columns, and a linear layer that is split by rows, as in Megatron-LM. The ranks of a tensor group exchange real tensors,
 and each exchange is stretched to the time that the link takes: latency for each serial round, and bytes over bandwidth.
 The prediction knows the link only from `Search(links=...)`, and the layers from rank 0, which measures them alone.
-"planned" is the prediction of `tune`, which measures whole layers and those of a split copy in one process.
+"planned" is the prediction of `tune_profile`, from a profile of whole layers and those of a split copy in one process.
 "bytes sent" is what a rank sends in collectives in a step, counted in the run; "by the formula" is 2 (P - 1)/P n bytes
 for each of two all-reduces of a block and a micro-batch.
 """
@@ -63,18 +63,25 @@ def links_of(size: int, link: Link) -> Links:
 def planned(size: int, schedule: str, link: Link, seconds: float) -> float:
     """Return the step time that `tune` predicts, in one process."""
     x = torch.randn(ROWS, WIDTH)
-    plan = pipesched.tune(
+    known = pipesched.profile(
         model_of(seconds),
         x,
         loss_fn=functional.mse_loss,
         target=x,
+        rows=[ROWS],
+        thorough=False,
+        ranks_are="processes",
+        tensor_parallel=SPLIT,
+        tensor_size=size,
+    )
+    plan = pipesched.tune_profile(
+        known,
         num_ranks=STAGES * size,
         batch_size=ROWS * MICROBATCHES,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
         axes={"pipeline": STAGES, "replicate": 1, "tensor": size},
         links=links_of(size, link),
-        tensor_parallel=SPLIT,
     )
     return plan.alternatives[0].step_s
 
