@@ -320,7 +320,7 @@ def _splits(sizes: Sequence[int], tensor_parallel: Any, model: Any, loss_fn: Any
         loss_fn: the loss function.
 
     Raises:
-        InputError: the arguments contradict each other, or the layers cannot be split among so many ranks.
+        InputError: the arguments contradict each other, or one of the sizes does not divide the layers.
 
     """
     most = sizes[-1]

@@ -176,10 +176,11 @@ def profile(
             for subject in subjects:  # in turn, so that a busy machine hinders both
                 subject.measure(place, where, threads, own_effort, checks_sum=checks_sum)
     known = subjects[0].known
-    graphs, *of_copy = (dict(zip(sizes, subject.graphs(), strict=False)) for subject in subjects)
-    if of_copy:
-        for place, size in enumerate(sizes):
-            split.put_shares(graphs[size], of_copy[0][size], subjects[1].known[place], batches[place])
+    graphs = dict(zip(sizes, subjects[0].graphs(), strict=False))
+    if tensor_parallel is not None:
+        of_copy = zip(subjects[1].graphs(), subjects[1].known, batches, strict=True)
+        for graph, (split_graph, split_known, batch) in zip(graphs.values(), of_copy, strict=False):
+            split.put_shares(graph, split_graph, split_known, batch)
     with set_aside(chain):
         put_refusals(known[sizes.index(has) if has in sizes else 0], graphs.values())
     if optimizer is not None:

@@ -1,7 +1,7 @@
-"""Tensor shares: finds which shares of a model's layers the ranks of a tensor group divide, and what they exchange.
+"""Tensor shares: measures how much of each layer a tensor group divides, and counts the bytes of its collectives.
 
 A copy of the model is split as over a mesh, but its collectives exchange nothing. A share follows from a layer's costs
-in the model and in the copy: if a rank of T does x of the work, (1 - x) T / (T - 1) of it is divided.
+in the model and in the copy: if one of T ranks does the fraction x of the work, (1 - x) T / (T - 1) of it is divided.
 """
 
 import copy
@@ -41,6 +41,10 @@ _COSTS = {
 }
 
 
+#: The collectives that are half of a sum. All others are sums.
+_HALVES = {"all-gather": "gathered", "reduce-scatter": "scattered"}
+
+
 class _Sums(NamedTuple):
     """The sums over a tensor group in one action of a layer: their number, and the size of all summed tensors."""
 
@@ -58,7 +62,7 @@ class SplitCopy:
         size: the number of ranks of the tensor group.
 
     Raises:
-        InputError: the layers cannot be split so, or not among so many ranks.
+        InputError: the model cannot be copied, its layers cannot have these styles, or ``size`` does not divide them.
 
     """
 
@@ -108,7 +112,7 @@ class SplitCopy:
             for share, cost in _COSTS.items()
         }
 
-    # ---- what is exchanged --------------------------------------------------------------------------------------
+    # ---- counting collectives -----------------------------------------------------------------------------------
 
     def _sums(self, known: LayeredModel, names: Iterable[str], batch: Batch) -> "_SumsOfLayers":
         """Run the copy forward and backward, and return the sums in each action ("F" or "B") of each layer."""
@@ -158,13 +162,13 @@ class _SumsOfLayers:
         sent: Counter[str] = Counter()
         for (own, kind), traffic in self._traffic.items():
             if own == action:
-                halves = {"all-gather": "gathered", "reduce-scatter": "scattered"}
-                calls[halves.get(kind, "summed")] += traffic.calls
-                sent[halves.get(kind, "summed")] += traffic.sent_bytes
+                part = _HALVES.get(kind, "summed")
+                calls[part] += traffic.calls
+                sent[part] += traffic.sent_bytes
         # With sequence parallelism, an all-gather and a reduce-scatter take the place of a sum. W gathers once more.
         gathered = min(sent["gathered"], sent["scattered"]) if sent["scattered"] else sent["gathered"]
-        halves_sent = sent["summed"] + gathered + sent["scattered"]
-        num_bytes = round(halves_sent * self._size / (2 * (self._size - 1)))
+        sent_bytes = sent["summed"] + gathered + sent["scattered"]  # 2 (T - 1)/T of the summed tensors
+        num_bytes = round(sent_bytes * self._size / (2 * (self._size - 1)))
         return _Sums(calls["summed"] + (calls["scattered"] or calls["gathered"]), num_bytes)
 
 

@@ -42,7 +42,7 @@ FILES = {
         "torch_insides",
     },
 }
-#: What the step also runs if this build of torch knows an accelerator.
+#: The functions that a step also runs if torch was built for an accelerator.
 OF_STREAMS = {
     ("runtime/microbatches.py", "ready"),
     ("devices/streams.py", "events_of_caller"),

@@ -1,4 +1,4 @@
-"""A measured profile says which shares of a model's layers tensor groups divide, and what they exchange."""
+"""A measured profile says how much of each layer a tensor group divides, and how many bytes its ranks sum."""
 
 import copy
 import threading
