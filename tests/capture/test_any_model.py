@@ -231,7 +231,7 @@ def both_ways(group: places.Group, name: str, schedule: str) -> None:
             assert torch.equal(pipe.evaluate(*args, **kwargs, **target), pipe.evaluate(*args, **kwargs, **target))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", ["attends", "tied", "loose", "towers", "repeated"])
 def test_two_directions_train_any_model(run: places.Run, name: str) -> None:
     run(2, both_ways, name, "dualpipe" if name == "loose" else "chimera")

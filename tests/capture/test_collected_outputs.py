@@ -94,7 +94,7 @@ def check(make: Callable[[], nn.Module], settings: dict[str, Any], stages: int, 
         torch.testing.assert_close(pipe.evaluate(**batch), torch.stack(losses).mean())
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(("make", "settings"), MODELS)
 def test_trains_like_the_reference_loop(make: Callable[[], nn.Module], settings: dict[str, Any], stages: int) -> None:

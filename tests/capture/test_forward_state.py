@@ -92,7 +92,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", REPLACING)
 @pytest.mark.parametrize("at", [(1,), (1, 2), (0, 5)], ids=["once", "twice", "far apart"])

@@ -82,7 +82,7 @@ def jacobians(self: Any, number: int, x: Tensor) -> Tensor:
     return torch.vmap(torch.func.jacrev(lambda row: row.sin() * row.sum()))(x).sum(1) if number == 3 else x
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(
     "between", [rows, members, enclosed_weight, two_dims, several, containers, gradient, jacobians]

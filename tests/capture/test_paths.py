@@ -122,7 +122,7 @@ def over_ranks(group: places.Group, kind: type[Text], inputs: str, schedule: str
             torch.testing.assert_close(loss, sum(plain.eval()(*part) * 0.25 for part in parts))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("kind", [*BY_INPUT, *BY_CHANCE])
 def test_ranks_agree_on_paths(ranks: Any, kind: type[Text], inputs: str) -> None:

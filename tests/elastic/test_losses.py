@@ -55,7 +55,7 @@ def name(case: LossCase) -> str:
     return ", ".join(str(value) for value in case if value not in (None, "", 1) or value is case.rank)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", QUICK, ids=name)
 def test_the_ranks_that_live_go_on_with_the_same_bits(case: LossCase) -> None:

@@ -302,6 +302,7 @@ CUTS = st.dictionaries(st.integers(0, 3), st.integers(0, 40), max_size=3)
 CALLS = st.dictionaries(st.integers(0, 3), st.integers(1, 1 + 3 * STEPS), max_size=3)
 
 
+@pytest.mark.exhaustive
 @quick
 @given(
     st.sampled_from([[[0, 1]], [[0, 1, 2]], [[0, 1, 2, 3]], [[0, 1], [2, 3]]]),

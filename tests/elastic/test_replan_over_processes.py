@@ -54,13 +54,14 @@ def test_replicas_change_together(ranks: Ranks, zero: int | None) -> None:
     check(ranks.run(4, jobs.trained, halves), runs.never_stopped((halves[0].sums,) * 2))
 
 
-def test_the_number_of_replicas_changes_with_the_same_bits(ranks: Ranks) -> None:
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("own", ["user", "pipeline"])
+def test_the_number_of_replicas_changes_with_the_same_bits(ranks: Ranks, own: str) -> None:
     """With sums in a tree."""
     halves = [Half(2, replicas=2), Half(3, "zb-h1"), Half(1, replicas=4), Half(1, replicas=2), Half(4)]
-    for own in ("user", "pipeline"):
-        found = ranks.run(4, jobs.trained, [replace(half, optimizer=own) for half in halves], True)
-        same = ranks.run(4, jobs.trained, [Half(2, optimizer=own, replicas=2)], True)
-        check(found, (same[0][0], runs.whole({name: value for one in same for name, value in one[1].items()})))
+    found = ranks.run(4, jobs.trained, [replace(half, optimizer=own) for half in halves], True)
+    same = ranks.run(4, jobs.trained, [Half(2, optimizer=own, replicas=2)], True)
+    check(found, (same[0][0], runs.whole({name: value for one in same for name, value in one[1].items()})))
 
 
 @pytest.mark.one_in(6)

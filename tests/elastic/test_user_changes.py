@@ -15,7 +15,7 @@ def together(found):
     return {**tensors, **{f"loss {step}": loss for step, loss in enumerate(found[0][0])}}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", ["groups", "unfrozen", "frozen norms"])
 def test_user_changes_move_with_the_layers(ranks: Ranks, what: str) -> None:
     """groups: two groups have the same settings at the change, and different learning rates later.

@@ -39,6 +39,7 @@ def test_no_file_is_a_pickle_and_the_weights_are_those_of_save_pretrained(tmp_pa
     assert all(map(torch.equal, loaded.state_dict().values(), trainer.model.state_dict().values()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.adapted_gpt2])
 def test_the_best_model_is_loaded_at_the_end(make, tmp_path):
     """Each evaluation finds a lower score, so the first one is the best."""

@@ -21,7 +21,7 @@ def check(make, pipeline=jobs.TWO, rounding=ROUNDING, **options):
     return pipelined
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.llama, jobs.bert, jobs.t5, jobs.vit])
 def test_a_kind_of_model(make, accumulation):
@@ -29,13 +29,13 @@ def test_a_kind_of_model(make, accumulation):
     check(make, gradient_accumulation_steps=accumulation, include_num_input_tokens_seen="all")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("make", [jobs.token_classifier, jobs.sequence_classifier, jobs.regressor, jobs.adapted_gpt2])
 def test_a_task(make):
     check(make)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("make", [jobs.gpt2, jobs.bert, jobs.t5, jobs.vit])
 def test_label_smoothing(make):
     check(make, label_smoothing_factor=0.1, data=jobs.rows_with_decoder_inputs if make is jobs.t5 else None)

@@ -227,7 +227,7 @@ PARTS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_run_equals_trainer(name):

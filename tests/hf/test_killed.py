@@ -62,6 +62,7 @@ def check_killed_in_step(folder: Path) -> None:
     assert TrainerState.load_from_json(str(folder / "checkpoint-2" / "trainer_state.json")).global_step == 2
 
 
+@pytest.mark.exhaustive
 def test_one_of_two_ranks_is_killed_within_a_step(tmp_path, undisturbed):
     """The other rank ends by itself, with an error. The run resumes in one process, on three stages."""
     assert exit_codes(2, 1, killed_in_step, str(tmp_path), kills_others=False) == [1, KILLED]

@@ -134,6 +134,7 @@ def test_buffers_are_the_loops_if_stages_are_recomputed(name: str, checkpoint: A
     check(KINDS[name], FLOATS, stages=stages, schedules=("1f1b",), checkpoint=checkpoint)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Scaling, Uncounted, Reads, Replaces])
 def test_buffers_are_the_loops_if_layers_are_recomputed_or_offloaded(kind: type[nn.Module]) -> None:
     again = {"blocks.0": "recompute", "blocks.2": "recompute-cheap", "blocks.3": "offload"}

@@ -27,6 +27,7 @@ from tests.support.models import assert_as
 from tests.support.rank_processes import Ranks
 
 
+@pytest.mark.one_in(2)
 def test_weights_do_not_depend_on_who_makes_them(run: places.Run) -> None:
     run(4, jobs.drawn)
 
@@ -64,6 +65,7 @@ def test_a_filled_model_trains_as_one_that_was_built_full(
     run(2, jobs.loaded, None if form == "mapping" else files_of(tmp_path, form), schedule, options)
 
 
+@pytest.mark.one_in(2)
 def test_copies_and_optimizers_are_of_the_weights_that_were_made(run: places.Run) -> None:
     run(2, jobs.two_directions)
 

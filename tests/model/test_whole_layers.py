@@ -191,6 +191,7 @@ class Segments(nn.Module):
         return made
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(
     ("segments", "names"),
@@ -242,7 +243,7 @@ class Loop(nn.Module):
         return made
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("boundary", ["layers.0", "layers.1", "layers.2", "layers.3", "last"])
 @pytest.mark.parametrize("between", ["nothing", "product", "Function"])

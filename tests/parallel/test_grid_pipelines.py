@@ -55,7 +55,7 @@ def test_a_run_of_one_layout_continues_in_another(eight: Ranks, tmp_path: Path, 
         assert weights.keys() == due.weights.keys()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_of_a_grid_train_as_one_process(eight: Ranks, tmp_path: Path, zero: int) -> None:
     """And a saved run of replicas continues, with the parts of the states that each holds."""
@@ -84,6 +84,7 @@ def test_a_rank_that_fails_inside_a_collective_is_named_in_time(eight: Ranks, pl
         assert seen.seconds < 5 + 5, seen
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_late_in_a_collective_changes_nothing(eight: Ranks) -> None:
     for seen in eight.run(8, jobs.with_a_fault, "2d", (1, 2, 4), "late", "broadcast", timeout_s=60):
         assert not seen.error

@@ -32,7 +32,7 @@ def test_split_layers_train_as_one_process_with_the_same_bits_for_every_schedule
         first = found
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_of_split_layers_train_as_one_process(eight: Ranks, zero: int, inputs: str) -> None:
@@ -57,7 +57,7 @@ def test_sequences_are_divided_inside_blocks_and_between_stages(four: Ranks, whe
 COPIES = ("chimera", "dualpipe")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("schedule", sorted(set(schedules.names()) - {*COPIES}))
 def test_every_schedule_runs_split_layers(four: Ranks, schedule: str) -> None:
     """Also asynchronous schedules, which hold several versions of this rank's blocks."""
@@ -68,6 +68,7 @@ def test_every_schedule_runs_split_layers(four: Ranks, schedule: str) -> None:
         assert split == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", COPIES)
 def test_copies_of_split_layers_have_the_blocks_of_their_plane(four: Ranks, schedule: str) -> None:
     for found in four.run(4, jobs.gradients, Case(schedule=schedule, clip=None), timeout_s=60):
@@ -91,6 +92,7 @@ def test_options_that_split_layers_do_not_allow_are_refused_by_name(four: Ranks)
         assert "got 'column'; for example, pass {'blocks.*.up': 'column'" in found["no mapping"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("boundary", [1, 2, 3])
 def test_a_stage_may_begin_where_activations_are_divided(four: Ranks, boundary: int) -> None:
     """The first dropout of the stage then draws this rank's block of the mask."""
@@ -105,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_numerics_and_memory_work_with_split_layers(four: Ranks, schedule: str, option: str) -> None:

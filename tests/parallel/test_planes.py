@@ -39,6 +39,7 @@ def test_all_planes_are_arranged_alike(ranks: Ranks) -> None:
         assert in_two == (((2,), (0,)), ((3,), (1,)))[rank % 2]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("inputs", ["all", "first"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_layers_that_the_user_has_split_train_as_the_loop(ranks: Ranks, schedule: str, inputs: str) -> None:
@@ -59,6 +60,7 @@ def test_layers_that_the_user_has_split_are_not_measured_by_one_rank(ranks: Rank
         assert "pass schedule= and boundaries=" in said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_layers_that_wrap_divides_train_as_the_loop(ranks: Ranks, schedule: str) -> None:
     assert max(ranks.run(4, jobs.wrapped, schedule, timeout_s=60)) <= 1e-6

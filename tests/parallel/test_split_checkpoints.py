@@ -85,7 +85,7 @@ def plain_states(path: str) -> dict[str, Tensor]:
     return wanted
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

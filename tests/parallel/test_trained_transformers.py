@@ -42,13 +42,14 @@ def check(ranks: Ranks, case: Case, steps: int, timeout_s: float) -> None:
     assert all(one.losses == results[0].losses for one in results)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_divided_models_train_as_one_process(four: Ranks, case: Case) -> None:
     check(four, case, 3, 100)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(200)
 def test_replicas_of_a_divided_model_train_as_one_process(eight: Ranks) -> None:
     check(eight, Case("gpt2", mesh=(2, 2, 2), dropout=0.1), 3, 100)
@@ -67,7 +68,7 @@ def test_replicas_of_a_divided_model_train_50_steps_as_one_process(eight: Ranks)
     check(eight, Case("gpt2", mesh=(2, 2, 2)), 50, 600)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_divided_model_resumes_on_other_layouts(four: Ranks, tmp_path: Path, name: str) -> None:

@@ -31,5 +31,6 @@ def test_models_train_as_in_one_process(four, case):
     assert max(four.run(4, job, *case, timeout_s=100)) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_embedding_with_a_tied_head_stays_as_in_one_process(four):
     assert max(four.run(4, job, "gpt2", "eager", "1f1b", 2, 2, 3, "transformer.wte", timeout_s=100)) < 1e-5

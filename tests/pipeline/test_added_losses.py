@@ -24,7 +24,7 @@ HERE = {"devices": ["cpu"] * 2}
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("kind", ["row", "own"])
 @pytest.mark.parametrize("name", NAMES)
@@ -58,6 +58,7 @@ def test_the_loop_is_a_plain_loop_with_collected_losses(make: Callable[[], nn.Mo
     torch.testing.assert_close(gradients(actual), gradients(expected))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "mode"), [("1f1b", "never"), ("zb-h1", "always")])
 def test_a_scaler_scales_added_losses_as_well(name: str, mode: str) -> None:
     """Powers of two change no bit of a gradient, so a scaled run has the weights of a run without a scaler."""

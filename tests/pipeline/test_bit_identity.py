@@ -37,7 +37,7 @@ def wrap(model: nn.Sequential, name: str, num_ranks: int, microbatches: int, **o
     )
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize(("name", "num_ranks"), list(shapes(max_stages=4)))
 def test_steps_equal_the_unpipelined_loop(name: str, num_ranks: int) -> None:
     for microbatches, mode in ((1, "never"), (3, "except_last"), (4, "always"), (8, "never")):
@@ -284,7 +284,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("layers", STRANGE)

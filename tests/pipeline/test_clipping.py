@@ -37,7 +37,7 @@ def place(request: pytest.FixtureRequest) -> Run:
     return run_here if request.param == HERE else request.getfixturevalue("ranks").run
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("place", "count", "job", "case", "norm_type"),
     [
@@ -218,6 +218,7 @@ def test_a_scaler_is_refused_where_it_cannot_be_right():
             pipe.step(clipping.batch(0)[0], target=clipping.batch(0)[1])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("place", "react", "backward", "optimizers", "tied"),
     [

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 HERE = {"devices": ["cpu"] * 2}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("zb-h1", "never")])
 def test_each_microbatch_has_its_own_shape(schedule: str, checkpoint: str) -> None:

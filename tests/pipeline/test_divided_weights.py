@@ -12,6 +12,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_rank_holds_its_rows_and_a_step_gathers_and_reduces_each_unit_once(ranks: Ranks, schedule: str):
     every = ranks.run(4, jobs.count, schedule)
@@ -70,6 +71,7 @@ def test_an_unknown_way_to_gather_is_refused():
         Distributed(zero=3, gather_once="often")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("schedule", "times"), [("interleaved-1f1b", 2), ("1f1b", 1)])
 def test_weights_gathered_for_each_use_train_as_those_gathered_once(ranks: Ranks, schedule: str, times: int):
     for own in ranks.run(4, jobs.gather_each_use, schedule):

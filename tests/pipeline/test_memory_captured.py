@@ -148,6 +148,7 @@ def test_checkpointed_stages_keep_their_inputs(monkeypatch, model, sample, sched
     compare(monkeypatch, model, sample, schedule, checkpoint="always")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["convolutions"])
 @pytest.mark.parametrize("word", ["recompute", "recompute-cheap"])
 def test_convolutions_that_run_again_keep_their_inputs(monkeypatch, model, sample, word):
@@ -167,6 +168,7 @@ def test_the_state_of_their_optimizers_is_that_of_all_their_parameters(monkeypat
     compare(monkeypatch, model, sample, "1f1b", optimizer=lambda params: torch.optim.Adam(params, lr=0.1))
 
 
+@pytest.mark.exhaustive
 def test_asking_leaves_parameters_gradients_buffers_and_hooks_alone():
     for name in ("residual", "unet", "attends", "tied", "loose", "towers", "repeated", "recurrent"):
         model, *_ = made(name)

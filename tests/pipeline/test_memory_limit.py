@@ -22,7 +22,7 @@ OPTIMIZERS = [
 ]
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(
     schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     widths=st.lists(st.sampled_from([4, 16, 40]), min_size=4, max_size=6),

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(60)
 # ---- batches ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("sizes", [[32, 24, 32], [30, 7], [8, 64, 8]], ids=["smaller", "uneven", "larger"])
 def test_batches_of_other_sizes_in_inference(run: Run, sizes: list[int]) -> None:
     """Stale rows, wrong results, an abort in gloo."""
@@ -51,6 +51,7 @@ def test_batches_of_other_sizes_in_training(run: Run, sizes: list[int]) -> None:
     run(2, train_sizes, sizes)
 
 
+@pytest.mark.one_in(2)
 def test_two_numbers_of_micro_batches_in_turn(run: Run) -> None:
     """Going back to the earlier one aborts the process."""
     run(2, alternate)
@@ -78,6 +79,7 @@ def test_a_target_is_any_value(run: Run) -> None:
     run(2, train_with_dict_target)
 
 
+@pytest.mark.one_in(2)
 def test_a_loss_needs_no_target(run: Run) -> None:
     run(2, train_with_own_loss)
 
@@ -97,6 +99,7 @@ def test_batch_norm_counts_each_micro_batch_once(run: Run, mode: str) -> None:
     run(2, count_batches, mode)
 
 
+@pytest.mark.one_in(2)
 def test_gradients_add_up_over_two_steps(run: Run) -> None:
     """The first step's are scaled again: 56 % off."""
     run(2, accumulate)
@@ -114,6 +117,7 @@ def test_a_checkpointed_block_runs_twice_under_a_split_backward(run: Run, by_its
     run(2, count_forwards, by_itself)
 
 
+@pytest.mark.one_in(2)
 def test_switching_between_training_and_evaluation_repeats_nothing(run: Run) -> None:
     """Each switch runs the first micro-batch once more, stage after stage."""
     run(2, switch_modes)
@@ -142,6 +146,7 @@ def test_an_error_on_the_last_stage_ends_all_ranks(run: Run, name: str) -> None:
 # ---- pictures and sizes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 def test_a_measured_step_of_each_kind_of_schedule_is_drawn(run: Run) -> None:
     """KeyError, RuntimeError, TypeError; and of a real run there is no picture at all."""
     run(2, draw, [*KINDS, "chimera"])

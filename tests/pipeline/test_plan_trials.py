@@ -127,7 +127,7 @@ def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
     assert plan.alternatives[0].measured_s
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:layer times must be measured on an idle")
 @pytest.mark.parametrize(
     "setting", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]

@@ -107,6 +107,7 @@ def test_any_model_goes_on_with_another_plan(name: str) -> None:
             zoo.assert_equal(zoo.state(actual), zoo.state(expected))
 
 
+@pytest.mark.exhaustive
 def test_training_under_changing_plans_keeps_the_bits_with_autocast_and_short_batches() -> None:
     """Autocast, running statistics of whole mini-batches, short batches, and what a loop without a pipeline has."""
     expected, actual = mixed_model(), mixed_model()
@@ -125,6 +126,7 @@ def test_training_under_changing_plans_keeps_the_bits_with_autocast_and_short_ba
     assert_equal_bits(dict(actual.named_buffers()), dict(expected.named_buffers()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 def test_an_asynchronous_schedule_is_flushed_before_the_change(name: str) -> None:
     """And its optimizers' states go on, to a synchronous plan and back."""

@@ -503,7 +503,7 @@ class Encoder(nn.Module):
         return {"sequence": sequence, "nested": (state, [flat, load]), "gram": flat[: len(x)] @ flat[: len(x)].t()}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize(("layers", "experts"), [(2, 3), (2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("differentiable", [False, True])

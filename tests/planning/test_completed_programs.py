@@ -21,7 +21,7 @@ from tests.support.synthetic_profiles import profile
 WRITTEN = json.loads(DIGESTS.read_text())
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("updates", ["none", "optimizer", "clipping"])
 @pytest.mark.parametrize("name", schedules.names())
 def test_programs_that_run_stay_as_they_are(name, updates):

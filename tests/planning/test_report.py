@@ -632,7 +632,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("num_steps", "choices"),
     [
@@ -703,7 +703,7 @@ def test_a_speed_divides_only_measured_by_measured_or_predicted_by_predicted(fac
 
 
 @given(st.floats(0.2, 3), st.floats(0.2, 3))
-@settings(max_examples=30)
+@settings(max_examples=8)
 def test_no_bound_contradicts_the_step_beside_it(one, other):
     """A bound for predicted times can be above a measured step: so both bounds say which times they hold for."""
     plan = plan_of()

@@ -51,6 +51,7 @@ def exhaustive(asked, chunks=(1, 2)):
     return min(steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("whole_searches")
 @pytest.mark.parametrize("times", [TIMES, [1.0] * 6, [6.0, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 8], [5.0, 1, 4, 2, 3]])
 def test_the_plan_is_within_one_percent_of_the_best_of_all_schedules_and_cuts(times):

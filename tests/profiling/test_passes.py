@@ -39,6 +39,7 @@ def test_a_third_pass_runs_if_the_first_two_disagree(monkeypatch, times, median_
     assert len(summed) == (0 if options else 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("confirm", [0, 2])
 def test_tune_measures_once_if_runs_correct_the_costs(monkeypatch, confirm):
     efforts = []

@@ -99,6 +99,7 @@ def counted(model, styles, sample, loss_fn, target, size):
     return forward, group.counter.total().sent_bytes - forward
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layers_send_together_what_the_split_model_sends(name, size):

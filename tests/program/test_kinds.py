@@ -172,7 +172,7 @@ def test_measured_times_correct_the_costs_of_a_kind_unless_it_is_a_copy(kind):
         assert getattr(found, kind.row.costs[0]) == ((0, 0) if kind.row.lane is Lane.COPY else due)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @every_kind
 def test_a_kind_is_drawn_in_its_colour_with_its_name(kind, tmp_path):
     trace = simulate(program_with(kind), COSTS)

@@ -172,5 +172,6 @@ def test_a_kind_with_a_queue_and_memory_of_its_own_is_simulated_as_it_is_faked_a
     assert done.stdout == "all done\n"
 
 
+@pytest.mark.exhaustive
 def test_without_its_row_the_kind_of_the_page_is_unknown():
     assert "got '0ROUND0'; use one of the kinds F, B," in run(EXAMPLE, ROOT).stderr

@@ -33,7 +33,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seeds", blocks(ALONE), ids=str)
 def test_user_code_in_one_process(seeds: list[int]) -> None:
@@ -41,7 +41,7 @@ def test_user_code_in_one_process(seeds: list[int]) -> None:
     assert {seed: outcome for seed, outcome in found.items() if outcome.word not in PASSES} == {}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seeds", blocks(OVER_RANKS), ids=str)
 def test_user_code_over_two_ranks(ranks: Ranks, seeds: list[int]) -> None:

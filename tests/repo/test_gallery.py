@@ -78,6 +78,7 @@ def change(path, old, new):
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_the_gallery_is_the_same_wherever_it_is_drawn(tree):
     (tree / "matplotlibrc").write_text("font.size: 20\nsvg.fonttype: none\naxes.facecolor: red\n")
     result = run(tree, "--check", PYTHONHASHSEED="7", SOURCE_DATE_EPOCH="0")
@@ -131,6 +132,7 @@ def test_make_check_runs_it():
     assert "\t$(BIN)/python docs/gallery.py --check\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_a_new_schedule_appears_by_itself_and_an_old_picture_goes(tree):
     (tree / "schedules/mine.py").write_text(NEW, encoding="utf-8")
     (tree / "docs/schedules/old.svg").write_text("")

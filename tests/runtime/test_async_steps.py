@@ -126,7 +126,7 @@ def test_a_slow_gpu_is_waited_for(name: str) -> None:
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 @pytest.mark.parametrize(
     "between",

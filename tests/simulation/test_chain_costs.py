@@ -17,7 +17,7 @@ from pipesched.simulation.relaxation.chain_costs import chain_costs, with_overhe
 times = st.integers(1, 9).map(Fraction)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data(), st.sampled_from(["1f1b", "gpipe", "interleaved-1f1b", "zb-v", "zb-h1", "dualpipe-v"]))
 def test_steps_take_the_same_time_with_overheads_inside_the_actions(data, name):
     num_ranks = data.draw(st.integers(1, 3))

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipesched
@@ -20,6 +20,7 @@ from pipesched.simulation.tensor_split import SPLIT_SHARES
 from tests.support.random_programs import quick
 
 HEAD = ",".join(REQUIRED)
+fewer = settings(quick, max_examples=25)  # large examples
 FIGURES = [name for name in LayerCosts().figures() if name != "offloads"]
 
 
@@ -92,7 +93,7 @@ def _shape(draw, earlier):
     return {"inputs": "|".join(parts) or "-"} if parts or draw(st.booleans()) else {}
 
 
-@quick
+@fewer
 @given(tables())
 def test_a_table_becomes_a_profile_and_the_same_table_again(table):
     once = Profile.from_table(table)
@@ -112,7 +113,7 @@ def test_a_table_becomes_a_profile_and_the_same_table_again(table):
                 assert node.get(column, 0) == value  # what concerns tensor groups is left out if it is all zero
 
 
-@quick
+@fewer
 @given(tables())
 def test_a_file_says_what_the_rows_say(table):
     with TemporaryDirectory() as folder:
@@ -162,7 +163,7 @@ def measured(draw):
     return Profile(graphs)
 
 
-@quick
+@fewer
 @given(measured())
 def test_a_measured_profile_has_the_same_costs_after_the_way_through_a_table(profile):
     again = Profile.from_table(profile.to_table())

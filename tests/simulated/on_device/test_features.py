@@ -8,7 +8,7 @@ from tests.simulated.actions import label_actions
 from tests.simulated.features import FEATURES, outcome, same
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_has_the_bits_of_the_cpu_and_no_race(sim, name):

@@ -31,6 +31,7 @@ def test_after_changes_of_the_plan_a_device_holds_what_it_holds_in_a_new_pipelin
         assert not judgement.violations, judgement.violations[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("user", [True, False])
 def test_so_do_the_devices_of_one_process(sim, user):
     check_no_growth(bytes_under_changes(None, "sim", 20 if user else 4, {"user": user}), _MESSAGES)

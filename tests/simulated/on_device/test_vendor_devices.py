@@ -36,7 +36,7 @@ def new_parameters(sim):
         sim.keep_parameters(True)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", MOVED)
 def test_parameters_stay_the_same_objects_where_module_to_makes_new_ones(sim, name):
