@@ -429,13 +429,19 @@ def _inputs_in_words(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int, name: s
     words = []
     for layer in sorted(graph.pred[name], key=order.index):
         found = []
-        for number, (users, size) in enumerate(_parts(graph, layer).items()):
-            whole = all(_parts(own, layer).get(users) == own.nodes[layer]["output_bytes"] for own in graphs.values())
+        parts = _parts(graph, layer)
+        whole = next((users for users in parts if _is_whole(graphs, layer, users)), None)  # others are parts beside it
+        for number, (users, size) in enumerate(parts.items()):
             if name in users:
-                found.append(layer if whole else f"{layer}{f':{number}' if len(users) > 1 else ''}={size}")
+                found.append(layer if users == whole else f"{layer}{f':{number}' if len(users) > 1 else ''}={size}")
         words += found or [f"{layer}=0"]
     place = order.index(name)
     return "" if words == order[max(0, place - 1) : place] else BETWEEN_INPUTS.join(words) or NO_INPUTS
+
+
+def _is_whole(graphs: Mapping[int, "nx.DiGraph[str]"], layer: str, users: tuple[str, ...]) -> bool:
+    """Return whether the part of a layer's output that these layers take is as large as the output, for all sizes."""
+    return all(_parts(own, layer).get(users) == own.nodes[layer]["output_bytes"] for own in graphs.values())
 
 
 def _parts(graph: "nx.DiGraph[str]", layer: str) -> dict[tuple[str, ...], int]:

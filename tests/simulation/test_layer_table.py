@@ -163,6 +163,17 @@ def measured(draw):
     return Profile(graphs)
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_parts_that_are_as_large_as_the_output_stay_apart(size):
+    table = layers("a", "b", "c", output_bytes=size)
+    table[2]["inputs"] = f"a={size}"
+    once = Profile.from_table(table, rows=4)
+    again = Profile.from_table(once.to_table())
+    assert again.to_table() == once.to_table()
+    assert messages(again.graph(4), [["a"], ["b"], ["c"]]) == messages(once.graph(4), [["a"], ["b"], ["c"]])
+    assert costs_of_all_cuts(again, 4) == costs_of_all_cuts(once, 4)
+
+
 @fewer
 @given(measured())
 def test_a_measured_profile_has_the_same_costs_after_the_way_through_a_table(profile):
