@@ -163,7 +163,7 @@ def _matching(pattern: Any, names: list[str]) -> Iterator[str]:
     parts = pattern.split(".")
     for name in names:
         own = name.split(".")
-        if len(own) == len(parts) and all(map(fnmatchcase, own, parts)):
+        if (name or not pattern) and len(own) == len(parts) and all(map(fnmatchcase, own, parts)):
             yield name
 
 

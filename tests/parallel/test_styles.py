@@ -176,6 +176,12 @@ def test_keys_that_are_no_strings_are_refused():
         split_model(Blocks(), {3: "column"}, group())
 
 
+def test_a_star_does_not_match_the_model_itself():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    assert styles_of(model, {"*": Column()}, 2).keys() == {"0", "1", "2"}
+    assert styles_of(model, {"[02]": Column()}, 2).keys() == {"0", "2"}
+
+
 def test_a_model_is_split_once():
     model = Blocks()
     split_model(model, SPLIT, group())
