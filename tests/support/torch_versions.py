@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = ["compiles_in_threads", "needs_torch_types"]
+__all__ = ["compiles_in_threads", "needs_torch_types", "runs_neighbours"]
 
 ROOT = Path(__file__).parents[2]
 PINNED = next(
@@ -21,4 +21,9 @@ needs_torch_types = pytest.mark.skipif(
 compiles_in_threads = pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.13",
     reason="the compiler of torch before 2.13 can crash in threads; pipesched refuses it",
+)
+runs_neighbours = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13",
+    reason="before 2.13, torch's own runtime sends a tensor to its own rank if neighbouring stages are on it; gloo "
+    "cannot do this",
 )
