@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pipesched.capture.layer_calls import LayerCalls
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_module import Wrap
 from pipesched.errors import InputError, ScheduleError
@@ -214,17 +215,12 @@ class _LayoutNotes:
         group.layout = ActivationLayout.WHOLE
         notes: dict[tuple[str, int], ActivationLayout] = {}
         self._notes = notes
-        names: dict[nn.Module, list[str]] = {}
-        for name, layer in self._layers.items():
-            names.setdefault(layer, []).append(name)
-        calls = dict.fromkeys(names, 0)
+        calls = LayerCalls(self._layers)
 
         def note(layer: nn.Module, *_: Any) -> None:
-            number, place = divmod(calls[layer], len(names[layer]))  # a layer of several names runs once under each
-            calls[layer] += 1
-            notes[names[layer][place], number] = group.layout
+            notes[calls.begin(layer)] = group.layout
 
-        self._handles = [layer.register_forward_pre_hook(note) for layer in names]
+        self._handles = [layer.register_forward_pre_hook(note) for layer in calls.layers]
 
     def __exit__(self, *_: object) -> None:
         self._found.clear()

@@ -15,6 +15,7 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
+from pipesched.capture.layer_calls import LayerCalls
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import InputError
 from pipesched.model.state_guard import untouched
@@ -119,7 +120,7 @@ class SplitCopy:
         group = self._group
         group.layout = ActivationLayout.WHOLE
         group.counter.clear()
-        calls = _LayerCalls(known.modules, list(names), group)
+        calls = _CountedLayers(known.modules, list(names), group)
         mode = self.model.training or not any(module.training for module in self.model.modules())
         on_meta = lacks_contents(self.model)
         where = Beside(_META) if on_meta else nullcontext()
@@ -172,7 +173,7 @@ class _SumsOfLayers:
         return _Sums(calls["summed"] + (calls["scattered"] or calls["gathered"]), num_bytes)
 
 
-class _LayerCalls:
+class _CountedLayers:
     """In a ``with`` block, counts the collectives of a group by action and layer, such as "F blocks.0".
 
     A layer's backward begins when the gradient of its output is known. Collectives before the first layer, and those of
@@ -186,19 +187,17 @@ class _LayerCalls:
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], names: list[str], group: TensorGroup) -> None:
-        self._names: dict[nn.Module, list[str]] = {}
-        for name, layer in layers.items():
-            self._names.setdefault(layer, []).append(name)
+        self._layers = layers
         self._counted = {*names}
         self._group = group
         self._current = names[0]
 
     def __enter__(self) -> None:
-        self._calls = dict.fromkeys(self._names, 0)
+        self._calls = LayerCalls(self._layers)
         self._outputs: dict[int, Tensor] = {}
         self._count("F")
-        self._handles = [layer.register_forward_pre_hook(self._begin) for layer in self._names]
-        self._handles += [layer.register_forward_hook(self._end) for layer in self._names]
+        self._handles = [layer.register_forward_pre_hook(self._begin) for layer in self._calls.layers]
+        self._handles += [layer.register_forward_hook(self._end) for layer in self._calls.layers]
 
     def __exit__(self, *_: object) -> None:
         self._group.counter.action = ""
@@ -218,9 +217,9 @@ class _LayerCalls:
         self._group.counter.action = f"{action} {self._current}"
 
     def _begin(self, layer: nn.Module, *_: Any) -> None:
-        number, place = divmod(self._calls[layer], len(self._names[layer]))  # under each of its names in turn
-        self._calls[layer] += 1
-        name = self._names[layer][place] + (f"#{number + 1}" if number else "")
+        name, number = self._calls.begin(layer)
+        if number:
+            name += f"#{number + 1}"
         if name in self._counted:
             self._current = name
         self._count("F")

@@ -67,6 +67,17 @@ class LayoutTraffic:
             weight_grad_bytes=round(received["W"]),
         )
 
+    def seconds(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
+        """Return the time of a collective of the ranks that differ only along these axes.
+
+        Args:
+            kind: that of a `LayerExchange`.
+            axes: axes of the layout.
+            num_bytes: the size of the whole tensor.
+
+        """
+        return self._seconds(kind, axes, num_bytes)
+
     @property
     def num_weights(self) -> int:
         """The number of ranks among which the weights of products are divided."""

@@ -13,7 +13,6 @@ divided like the columns of the activations.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import networkx as nx
@@ -99,12 +98,8 @@ class TensorCosts:
         size = axis.size
         groups = [range(first, first + size) for first in range(0, num_ranks, size)]
         self._planes = [range(place, num_ranks, size) for place in range(size)]
-        #: The links inside the groups, without repetitions.
-        self._inside = [] if links is None else list(dict.fromkeys(map(links.among, groups)))
-        self._blocks = LayoutTraffic(axis.layout, self._inside)
-        self._all_reduce_s = cache(lambda num_bytes: self._slowest_s("all_reduce_s", num_bytes, direct=True))
-        self._all_gather_s = cache(lambda num_bytes: self._slowest_s("all_gather_s", num_bytes))
-        self._reduce_scatter_s = cache(lambda num_bytes: self._slowest_s("reduce_scatter_s", num_bytes, direct=True))
+        inside = [] if links is None else list(dict.fromkeys(map(links.among, groups)))
+        self._traffic = LayoutTraffic(axis.layout, inside)
 
     def links_of_planes(self) -> Links | None:
         """Return the links between the ranks of one plane: for each pair, the slowest link of any plane."""
@@ -126,13 +121,13 @@ class TensorCosts:
         of a forward is repeated for W. Layouts of two and three dimensions exchange blocks of the products' matrices.
         """
         if not self._axis.is_flat:
-            return self._blocks.of(shares)
+            return self._traffic.of(shares)
         forward = self._sums(shares.all_reduces_forward, shares.all_reduce_forward_bytes)
         backward = self._sums(shares.all_reduces_backward, shares.all_reduce_backward_bytes)
         again = 0.0, 0
         if self._axis.sequence_parallel and shares.all_reduce_backward_bytes:
             count, size = max(1, shares.all_reduces_backward), shares.all_reduce_backward_bytes
-            again = count * self._all_gather_s(size / count), self._part_sent(size)
+            again = count * self._seconds("all-gather", size / count), self._part_sent(size)
         return TensorTraffic(
             forward_s=forward[0],
             input_grad_s=backward[0],
@@ -149,18 +144,18 @@ class TensorCosts:
         count = max(1, count)
         each = size / count
         if self._axis.sequence_parallel:
-            seconds = self._all_gather_s(each) + self._reduce_scatter_s(each)
+            seconds = self._seconds("all-gather", each) + self._seconds("reduce-scatter", each)
         else:
-            seconds = self._all_reduce_s(each)
+            seconds = self._seconds("all-reduce", each)
         return count * seconds, 2 * self._part_sent(size)
 
     def _part_sent(self, size: int) -> int:
         """Return the bytes that a rank sends in an all-gather or a reduce-scatter."""
         return round(size * (self._axis.size - 1) / self._axis.size)
 
-    def _slowest_s(self, collective: str, num_bytes: float, **how: bool) -> float:
-        ranks = range(self._axis.size)
-        return max((float(getattr(links, collective)(num_bytes, ranks, **how)) for links in self._inside), default=0.0)
+    def _seconds(self, kind: str, num_bytes: float) -> float:
+        """Return the time of a collective of all ranks of a group."""
+        return self._traffic.seconds(kind, self._axis.layout.axes, num_bytes)
 
     # ---- layers -------------------------------------------------------------------------------------------------
 
@@ -207,7 +202,7 @@ class TensorCosts:
     def _weights_part(self, shares: TensorShares) -> float:
         """Return a rank's part of the weights of a layer."""
         layout, share = self._axis.layout, shares.split_parameters
-        parts = self._blocks.num_weights if shares.num_products else layout.size
+        parts = self._traffic.num_weights if shares.num_products else layout.size
         return share / parts + (1 - share) / layout.length(layout.outer.columns)
 
     def _layer(self, node: Mapping[str, Any], shares: TensorShares) -> dict[str, Any]:
@@ -253,7 +248,7 @@ class TensorCosts:
         part: int = own.get(included, 0) if included else 0
         rest: int = node[name] - (node[included] if included else 0)
         if not self._axis.is_flat and rest > 0:
-            rest = _whole(self._blocks.num_held * (rest / self._axis.size + self._blocks.weight_bytes(shares)))
+            rest = _whole(self._traffic.num_held * (rest / self._axis.size + self._traffic.weight_bytes(shares)))
         return max(part, rest + part)
 
 
