@@ -1,4 +1,4 @@
-"""Entry point of ``python -m pipesched.cli``."""
+"""Entry point of ``python -m pipesched``."""
 
 from pipesched.cli.main import main
 

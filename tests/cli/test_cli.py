@@ -528,7 +528,7 @@ def test_the_command_imports_neither_torch_nor_matplotlib():
 
 
 def test_it_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "pipesched.cli", "list"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "pipesched", "list"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == lines("list")
 
 

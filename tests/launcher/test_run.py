@@ -287,7 +287,7 @@ if rank == 1:
     print("store", store.add("key", 5))
 """
     (tmp_path / "script.py").write_text(WAITING + code)
-    command = [sys.executable, "-m", "pipesched.cli", "run", *map(str, options), "--first-rank", "1", "script.py"]
+    command = [sys.executable, "-m", "pipesched", "run", *map(str, options), "--first-rank", "1", "script.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
         code, _, err = launch(code, *options)
         out, other_err = other.communicate(timeout=60)
@@ -304,7 +304,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         "with open('fifo', 'w') as fifo:\n    print('holds', file=fifo, flush=True)\n    signal.pause()\n"
     )
     os.mkfifo(tmp_path / "fifo")
-    command = [sys.executable, "-m", "pipesched.cli", "run", "--ranks", "1", "script.py"]
+    command = [sys.executable, "-m", "pipesched", "run", "--ranks", "1", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as launcher, (tmp_path / "fifo").open() as fifo:
         assert fifo.readline() == "holds\n"

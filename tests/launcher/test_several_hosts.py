@@ -27,7 +27,7 @@ if distributed.get_rank() == 1:
 
 def start(host, own, at, folder):
     """Start the launcher of a host."""
-    command = ["ip", "netns", "exec", own.names[host], sys.executable, "-m", "pipesched.cli", "run", "--ranks", "1"]
+    command = ["ip", "netns", "exec", own.names[host], sys.executable, "-m", "pipesched", "run", "--ranks", "1"]
     command += ["--of", "2", "--first-rank", str(host), "--address", f"{own.address(0)}:{hosts.PORT}", at]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": f"to{1 - host}"}
     pipe = subprocess.PIPE

@@ -73,7 +73,7 @@ def test_as_many_processes_as_there_are_give_the_same_losses():
     alone = losses([sys.executable], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert len(alone) == 5
     assert losses([*TORCHRUN, "--standalone", "--nproc_per_node=2"]) == alone
-    assert losses([sys.executable, "-m", "pipesched.cli", "run", "--ranks", "2"]) == alone
+    assert losses([sys.executable, "-m", "pipesched", "run", "--ranks", "2"]) == alone
 
 
 def finish(commands, folder):
