@@ -19,11 +19,12 @@ from pipesched.capture.stage_module import Wrap
 from pipesched.errors import InputError, ScheduleError
 from pipesched.model.state_guard import set_aside, untouched
 from pipesched.parallel.axis_groups import AxisGroups
+from pipesched.parallel.block_check import BlockCheck
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
 from pipesched.parallel.divided_outputs import DividedOutputs
 from pipesched.parallel.dropout import DividedRandom
 from pipesched.parallel.layout_trace import LayoutTrace
-from pipesched.parallel.styles import divide_losses, split_model
+from pipesched.parallel.styles import divide_losses, split_model, styles_of
 from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights
 from pipesched.pipeline.options import Distributed, TensorParallel
@@ -71,12 +72,18 @@ def split_layers(
     )
     if distributed.tensor_parallel is None or host.tensor is None:
         return None
-    _set_grid(host.tensor, distributed)
-    divide_losses(loss_fn, host.tensor)
-    split = split_model(model, distributed.tensor_parallel, host.tensor)
-    outputs = _trace_layouts(model, loss_fn, sample, host.tensor)
+    group = host.tensor
+    wanted = distributed.tensor_parallel
+    _set_grid(group, distributed)
+    check = BlockCheck.of_whole(model, styles_of(model, wanted, group.size), sample)
+    divide_losses(loss_fn, group)
+    split = split_model(model, wanted, group)
+    outputs = _trace_layouts(model, loss_fn, sample, group)
     if outputs is not None and outputs.blocks:
         split.whole_outputs = outputs.whole
+    if check is not None:
+        is_gathered = split.whole_outputs is not None
+        check.compare(split, group, sample, takes_logits=is_gathered or _has_divided_losses(loss_fn))
     return split
 
 
