@@ -116,7 +116,8 @@ class AutoPlan:
         first = plan.alternatives[0] if plan.alternatives else None
         _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
         if why := too_small(plan, search_request):
-            warn(f"{why}; pass one device, or pass schedule= to use several")
+            several = "schedule= without search=" if self.search.is_asked_for else "schedule="
+            warn(f"{why}; pass one device, or pass {several} to use several")
         rows = -(-batch_size // plan.program.num_microbatches)
         graph = profile.graph(rows)
         overheads = plan.costs.overheads if plan.costs else None

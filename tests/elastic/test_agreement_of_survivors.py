@@ -113,8 +113,8 @@ def test_ranks_without_silent_ones_go_on():
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 1.0)
-    monkeypatch.setattr(module, "_GLANCE_S", 0.5)
+    monkeypatch.setattr(module, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(module, "_GLANCE_S", 1.0)
     monkeypatch.setattr(module, "_PAUSE_S", 0.002)
 
 

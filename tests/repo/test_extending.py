@@ -139,8 +139,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 x = torch.randn(6, 4)
 with Pipeline(model, x, loss_fn=torch.nn.functional.mse_loss, schedule=program, devices=["cpu"] * 2) as pipe:
     pipe.step(x, target=x)
-waits = [span for span in pipe.trace.spans if span.action.kind is Kind.AWAIT]
-assert min(span.end_s - span.start_s for span in waits) > 0.005
+assert sum(span.action.kind is Kind.AWAIT for span in pipe.trace.spans) == 4
 print("all done")
 """
 
