@@ -3,11 +3,15 @@
 Many functions have results of fitting shapes on a block of the columns, and wrong numbers: a norm over all columns, a
 chunk of columns that should have been divided by sections, a scale that is computed from a size. So a pipeline runs
 the model on its sample twice: whole, before its layers are divided, and then as this rank runs it, without exchanging
-anything. In the second run, the divided layers return this rank's blocks of what they returned in the first. Each of
-them must then get its block of the input of the first run.
+anything. In the first run, each layer whose output will be divided returns made-up numbers; in the second, this rank's
+block of them. The layer that takes the result must then get its block of what it got in the first.
+
+Only the code between these layers computes: everything else runs on the meta device. If the model's code needs its
+values, all of it computes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,22 +21,26 @@ from torch import Tensor, nn
 
 from pipesched.devices.generators import default_generator
 from pipesched.errors import InputError, PipeschedError
-from pipesched.model.state_guard import set_aside, untouched
 from pipesched.parallel.attention import HeadsAttention
 from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
 from pipesched.parallel.embedding import GatheredEmbedding, VocabularyEmbedding
 from pipesched.parallel.grid_layers import BlockedEmbedding, BlockedHeads, BlockedLinear, BlockedNorm, JoinsBlocks
-from pipesched.parallel.layer_styles import Column, LayerStyle
+from pipesched.parallel.known_values import Sample, evaluated, run_model
+from pipesched.parallel.layer_styles import Column, DividedVocabulary, Heads, LayerStyle, SequencePart
 from pipesched.parallel.linear import ColumnLinear, RowLinear
-from pipesched.parallel.norms import JoinsSequence
+from pipesched.parallel.norms import DividesSequence, JoinsSequence
 from pipesched.parallel.split_module import held_by, is_split
 from pipesched.parallel.tensor_group import ActivationLayout, Division, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights, WeightSplit
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.tensors.payload import pytree
+from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["BlockCheck"]
+
+_NUMBER = re.compile(r"\d+")
+_MOST_VALUES = 1 << 27  # that the layers of a model return; then one layer of each kind returns values
 
 _WHOLE, _DIVIDED = ActivationLayout.WHOLE, ActivationLayout.DIVIDED
 _SEQUENCE = ActivationLayout.SEQUENCE
@@ -50,9 +58,6 @@ _MIXES = (
 )
 
 
-_Sample = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 class _Call(NamedTuple):
     """The first argument of a layer and its output in a call of the whole layer, on the CPU."""
 
@@ -66,6 +71,7 @@ class BlockCheck:
 
     Attributes:
         model: the user's module.
+        on_meta: whether only the code between divided layers computes.
         names: the layers that are compared, with their names.
         calls: the calls of each of them, in order.
         output: the output of the model.
@@ -73,16 +79,17 @@ class BlockCheck:
     """
 
     model: nn.Module
+    on_meta: bool
     names: Mapping[nn.Module, str]
     calls: Mapping[nn.Module, list[_Call]]
     output: Any
 
     @classmethod
-    def of_whole(cls, model: nn.Module, styles: Mapping[str, LayerStyle], sample: _Sample) -> "BlockCheck | None":
+    def of_whole(cls, model: nn.Module, styles: Mapping[str, LayerStyle], sample: Sample) -> "BlockCheck | None":
         """Run the whole model on a sample, as in an evaluation. Not collective.
 
-        Returns None if the run shows nothing: the model has no contents, draws random numbers, or raises an error. The
-        runs that follow report the errors of a model.
+        Returns None if the run shows nothing: the model draws random numbers, or raises an error. The runs that follow
+        report the errors of a model.
 
         Args:
             model: the user's module, whose layers are still whole.
@@ -90,32 +97,51 @@ class BlockCheck:
             sample: the arguments of a micro-batch.
 
         """
-        if lacks_contents(model):
-            return None
         modules = dict(model.named_modules(remove_duplicate=False))
         names = {modules[name]: name for name in reversed([*styles]) if name in modules}
-        columns = {layer for layer, name in names.items() if isinstance(styles[name], Column)}
+        divided = {layer for layer, name in names.items() if _divides(styles[name], layer)}
         names |= {part: name for name, part in modules.items() if isinstance(part, VocabularyCrossEntropy)}
+        check = None
+        for on_meta in (True, False):
+            if on_meta or not lacks_contents(model):
+                check = check or cls._ofrun_model(model, names, divided, sample, on_meta=on_meta)
+        return check
+
+    @classmethod
+    def _ofrun_model(
+        cls,
+        model: nn.Module,
+        names: Mapping[nn.Module, str],
+        divided: Container[nn.Module],
+        sample: Sample,
+        *,
+        on_meta: bool,
+    ) -> "BlockCheck | None":
         states = _random_states(model)
         try:
-            with _evaluated(model):
+            with evaluated(model, on_meta=on_meta) as values:
                 calls: dict[nn.Module, list[_Call]] = {layer: [] for layer in names}
+                given: dict[nn.Module, Any] = {}
+                room = _Room(model)
 
-                def note(layer: nn.Module, args: Any, output: Any) -> Any:
-                    if layer in columns:
-                        output = pytree.tree_map_only(Tensor, _uneven, output)
-                    calls[layer].append(_Call(_kept(args[0]) if args else None, _kept(output)))
+                def before(layer: nn.Module, args: Any) -> Any:
+                    given[layer] = values.of(args[0]) if args else None
+                    return values.put_away(args)
+
+                def after(layer: nn.Module, args: Any, output: Any) -> Any:
+                    if layer in divided and room.has(names[layer], output):
+                        output = pytree.tree_map_only(Tensor, values.make_up, output)
+                    calls[layer].append(_Call(given[layer], pytree.tree_map_only(Tensor, values.of, output)))
                     return output
 
-                with _hooked(names, after=note):
-                    output = _kept(_run(model, sample))
-                if any(not torch.equal(one.get_state(), state) for one, state in states.items()):
-                    return None
+                with _hooked(names, before, after):
+                    output = pytree.tree_map_only(Tensor, values.shown, run_model(model, sample, on_meta=on_meta))
+                drew = any(not torch.equal(one.get_state(), state) for one, state in states.items())
         except Exception:  # any error of a model's code
             return None
-        return cls(model=model, names=names, calls=calls, output=output)
+        return None if drew else cls(model=model, on_meta=on_meta, names=names, calls=calls, output=output)
 
-    def compare(self, split: SplitWeights, group: TensorGroup, sample: _Sample, *, takes_logits: bool) -> None:
+    def compare(self, split: SplitWeights, group: TensorGroup, sample: Sample, *, takes_logits: bool) -> None:
         """Run the split model on the same sample. Not collective.
 
         Args:
@@ -133,20 +159,28 @@ class BlockCheck:
         group.layout = _WHOLE
         left = {layer: iter(calls) for layer, calls in self.calls.items()}
         try:
-            with group.alone(), _evaluated(self.model):
+            with group.alone(), evaluated(self.model, on_meta=self.on_meta) as values:
                 present: dict[nn.Module, _Call] = {}
 
-                def before(layer: nn.Module, args: Any) -> None:
+                def before(layer: nn.Module, args: Any) -> Any:
                     present[layer] = next(left[layer])
-                    blocks.check_input(layer, args, present[layer].given)
+                    if args and present[layer].given is not None:
+                        blocks.check_input(layer, values.of(args[0]), present[layer].given)
+                    return values.put_away(args)
 
                 def after(layer: nn.Module, args: Any, output: Any) -> Any:
-                    return blocks.output(layer, output, present[layer].returned)
+                    return pytree.tree_map_only(
+                        Tensor, values.keep, blocks.output(layer, output, present[layer].returned)
+                    )
 
-                with _hooked(self.names, before=before, after=after):
-                    output = _run(self.model, sample)
-        except PipeschedError:
-            raise
+                with _hooked(self.names, before, after):
+                    output = pytree.tree_map_only(
+                        Tensor, values.shown, run_model(self.model, sample, on_meta=self.on_meta)
+                    )
+        except PipeschedError as error:
+            if isinstance(error, InputError):
+                raise
+            return  # code that needs values of the weights
         except Exception as error:  # any error of a model's code
             if blocks.begun:
                 raise blocks.failed(error) from error
@@ -166,12 +200,12 @@ class _Blocks:
     #: The names of the layers that have divided columns since activations were whole.
     begun: list[str] = field(default_factory=list)
 
-    def check_input(self, layer: nn.Module, args: Any, given: Any) -> None:
+    def check_input(self, layer: nn.Module, own: Tensor | None, given: Tensor) -> None:
         """Raise InputError if a divided layer gets another tensor than its block of the whole input."""
         layout = _input_layout(layer)
-        if layout is None or not args or not isinstance(args[0], Tensor):
+        if layout is None or own is None:
             return
-        own, due = args[0], self._own(given, layout)
+        due = self._own(given, layout)
         name = self.names[layer]
         place = f"the input of {name!r}{self._after}"
         if own.shape != due.shape:
@@ -192,7 +226,8 @@ class _Blocks:
         else:
             self.begun.append(self.names[layer])
         if isinstance(whole, tuple):  # attention: the output, and weights of all heads
-            return (self._like(whole[0], layout, layer, output[0]), *whole[1:])
+            others = [own if one is None else one for one, own in zip(whole[1:], output[1:], strict=True)]
+            return (self._like(whole[0], layout, layer, output[0]), *others)
         return self._like(whole, layout, layer, output)
 
     def check_output(self, output: Any, whole: Any, *, takes_logits: bool) -> None:
@@ -224,7 +259,7 @@ class _Blocks:
         return f", after {' and '.join(map(repr, self.begun[-3:]))}," if self.begun else ""
 
     def _compare(self, own: Tensor, due: Tensor, place: str, remedy: str) -> None:
-        if not own.is_floating_point():
+        if own.is_meta or due.is_meta or not own.is_floating_point():
             return
         precise = own.dtype.itemsize >= 4
         one, other = own.detach().double().cpu(), due.double()
@@ -242,7 +277,8 @@ class _Blocks:
         """Return the block of a whole tensor, on the device and in the dtype of the output of this rank."""
         if not isinstance(whole, Tensor) or not isinstance(output, Tensor):
             return output
-        return self._own(whole, layout, self._sections(layer)).to(output)
+        block = self._own(whole, layout, self._sections(layer))
+        return block if output.is_meta else block.to(output)
 
     def _sections(self, layer: nn.Module) -> tuple[int, ...]:
         name = f"{self.names[layer]}.weight" if self.names[layer] else "weight"
@@ -278,7 +314,7 @@ class _Blocks:
 #: The forms of layers whose outputs the second run takes from the first.
 _RETURN = (
     *(ColumnLinear, RowLinear, VocabularyEmbedding, GatheredEmbedding, HeadsAttention, VocabularyCrossEntropy),
-    *(JoinsSequence, BlockedLinear, BlockedNorm, BlockedEmbedding, JoinsBlocks),
+    *(DividesSequence, JoinsSequence, BlockedLinear, BlockedNorm, BlockedEmbedding, JoinsBlocks),
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
 
@@ -296,19 +332,42 @@ def _input_layout(layer: nn.Module) -> ActivationLayout | None:
     return _SEQUENCE if isinstance(layer, JoinsSequence) else None
 
 
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Run the model as in an evaluation in the ``with`` block, and restore its state."""
-    with set_aside(model), untouched(model, False), torch.no_grad():
-        yield
+def _divides(style: LayerStyle, layer: nn.Module) -> bool:
+    """Return whether a layer with this style returns blocks to the code after it."""
+    if isinstance(style, Column):
+        return not style.gathered or style.sequence
+    if isinstance(style, Heads):
+        return not style.attributes
+    if isinstance(style, SequencePart):
+        return style.begins
+    by_sequence: bool = getattr(style, "sequence", False)
+    return by_sequence or (isinstance(style, DividedVocabulary) and not isinstance(layer, nn.Embedding))
+
+
+class _Room:
+    """Decides which layers of a model return values: all, or one of each kind once they have many values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: set[tuple[str, str]] = set()
+        self._left = _MOST_VALUES
+
+    def has(self, name: str, output: Any) -> bool:
+        """Return whether a layer returns values in this call."""
+        parent = self._model.get_submodule(name.rpartition(".")[0])
+        kind = _NUMBER.sub("*", name), _NUMBER.sub("*", repr(parent))
+        if self._left < 0 and kind in self._seen:
+            return False
+        self._seen.add(kind)
+        self._left -= sum(tensor.numel() for tensor in tensors_in(output))
+        return True
 
 
 @contextmanager
-def _hooked(layers: Iterable[nn.Module], *, before: Any = None, after: Any) -> Iterator[None]:
+def _hooked(layers: Iterable[nn.Module], before: Any, after: Any) -> Iterator[None]:
     """Call ``before`` and ``after`` at each call of the layers in the ``with`` block."""
-    handles = [layer.register_forward_hook(after) for layer in layers]
-    if before is not None:
-        handles += [layer.register_forward_pre_hook(before) for layer in layers]
+    handles = [layer.register_forward_pre_hook(before) for layer in layers]
+    handles += [layer.register_forward_hook(after) for layer in layers]
     try:
         yield
     finally:
@@ -318,24 +377,6 @@ def _hooked(layers: Iterable[nn.Module], *, before: Any = None, after: Any) -> I
 
 def _random_states(model: nn.Module) -> dict[torch.Generator, Tensor]:
     """Return the states of the generators from which the model may draw."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
     generators = {torch.default_generator, *map(default_generator, devices)}
     return {generator: generator.get_state() for generator in generators}
-
-
-def _run(model: nn.Module, sample: _Sample) -> Any:
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), sample)
-    return model(*args, **kwargs)
-
-
-def _kept(value: Any) -> Any:
-    """Return a copy of the tensors of a value on the CPU."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
-
-
-def _uneven(output: Tensor) -> Tensor:
-    """Return an output whose columns differ more, so that a function that joins them shows."""
-    if not output.is_floating_point() or not output.dim():
-        return output
-    ramp = torch.linspace(-1, 1, output.shape[-1], device=output.device).to(output.dtype)
-    return output * (1.25 + 0.75 * ramp) + ramp * output.abs().mean()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched.errors import InputError
+from pipesched.parallel import block_check as module
 from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.block_check import BlockCheck
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
@@ -218,16 +219,69 @@ def test_a_layer_that_runs_twice_is_compared_in_both_calls() -> None:
         check(Twice(WRONG["mean"]), PAIR, batch())
 
 
-@pytest.mark.parametrize("what", ["meta", "random", "error"])
+@pytest.mark.parametrize("what", ["random", "error"])
 def test_a_run_that_shows_nothing_is_left_out(what: str) -> None:
     def between(own: Any, h: Tensor) -> Tensor:
         if what == "error" and not own.training:
             raise ValueError("no evaluation")
         return h + torch.randn_like(h) if what == "random" else h.softmax(-1)
 
-    with torch.device("meta" if what == "meta" else "cpu"):
-        model = Calls(between)
-    assert not check(model, PAIR, batch())
+    assert not check(Calls(between), PAIR, batch())
+
+
+@pytest.mark.parametrize("name", [*WRONG, *RIGHT])
+def test_models_on_the_meta_device_are_compared(name: str) -> None:
+    between, parts, styles = (WRONG[name], 1, PAIR) if name in WRONG else RIGHT[name]
+    with torch.device("meta"):
+        model = Calls(between, parts)
+    if name in WRONG:
+        with pytest.raises(InputError, match="the input of 'down', after 'up', differs"):
+            check_ranks(model, styles, batch())
+    else:
+        assert check(model, styles, batch())
+
+
+def test_code_that_needs_values_computes_everything() -> None:
+    class Counted(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * 2 if float(y.sum()) > 0 else y
+
+    assert check(Counted(lambda own, h: h.relu()), PAIR, batch())
+    with pytest.raises(InputError, match="the input of 'down', after 'up', differs"):
+        check(Counted(WRONG["mean"]), PAIR, batch())
+
+
+def test_only_code_between_divided_layers_computes() -> None:
+    """Other runs would not pass the assertions, and so show nothing."""
+
+    def between(own: Any, h: Tensor) -> Tensor:
+        assert h.isfinite().all()
+        return h.relu()
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.is_meta
+            return super().forward(x)
+
+    model = nn.Sequential(Calls(between), Watched(WIDTH, WIDTH), Calls(between))
+    assert check(model, {"*.up": "column", "*.down": "row"}, batch())
+
+
+def test_of_many_layers_those_of_one_kind_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_VALUES", 0)
+    styles = {"*.up": "column", "*.down": "row"}
+
+    def model(act: type[nn.Module]) -> nn.Module:
+        return nn.Sequential(Calls(lambda own, h: h.relu()), *(Acts(act()) for act in (nn.ReLU, nn.ReLU, act)))
+
+    class Acts(Calls):
+        def __init__(self, act: nn.Module) -> None:
+            super().__init__(lambda own, h: own.act(h), act=act)
+
+    assert check(model(nn.GELU), styles, batch())
+    with pytest.raises(InputError, match=r"the input of '3\.down', after '3\.up', differs"):
+        check(model(lambda: nn.Softmax(-1)), styles, batch())
 
 
 def test_state_and_random_numbers_stay_as_they_are() -> None:
