@@ -58,7 +58,7 @@ _MIXES = (
 )
 
 
-class _Call(NamedTuple):
+class _WholeCall(NamedTuple):
     """The first argument of a layer and its output in a call of the whole layer, on the CPU."""
 
     given: Any
@@ -81,7 +81,7 @@ class BlockCheck:
     model: nn.Module
     on_meta: bool
     names: Mapping[nn.Module, str]
-    calls: Mapping[nn.Module, list[_Call]]
+    calls: Mapping[nn.Module, list[_WholeCall]]
     output: Any
 
     @classmethod
@@ -120,7 +120,7 @@ class BlockCheck:
         states = _random_states(model)
         try:
             with evaluated(model, on_meta=on_meta) as values:
-                calls: dict[nn.Module, list[_Call]] = {layer: [] for layer in names}
+                calls: dict[nn.Module, list[_WholeCall]] = {layer: [] for layer in names}
                 given: dict[nn.Module, Any] = {}
                 room = _Room(model)
 
@@ -131,7 +131,7 @@ class BlockCheck:
                 def after(layer: nn.Module, args: Any, output: Any) -> Any:
                     if layer in divided and room.has(names[layer], output):
                         output = pytree.tree_map_only(Tensor, values.make_up, output)
-                    calls[layer].append(_Call(given[layer], pytree.tree_map_only(Tensor, values.of, output)))
+                    calls[layer].append(_WholeCall(given[layer], pytree.tree_map_only(Tensor, values.of, output)))
                     return output
 
                 with _hooked(names, before, after):
@@ -160,7 +160,7 @@ class BlockCheck:
         left = {layer: iter(calls) for layer, calls in self.calls.items()}
         try:
             with group.alone(), evaluated(self.model, on_meta=self.on_meta) as values:
-                present: dict[nn.Module, _Call] = {}
+                present: dict[nn.Module, _WholeCall] = {}
 
                 def before(layer: nn.Module, args: Any) -> Any:
                     present[layer] = next(left[layer])
@@ -238,7 +238,7 @@ class _Blocks:
                 continue
             if own.shape == due.shape:
                 self._compare(own, due, f"an output of the model{self._after}", _JOINS)
-            elif not takes_logits:
+            elif own.shape[:-1] == due.shape[:-1] and not takes_logits:  # other outputs, such as keys, have heads
                 raise InputError(
                     f"the outputs of a model must be whole, unless VocabularyCrossEntropy takes them; an output"
                     f"{self._after} has the shape {list(own.shape)} on each rank, and {list(due.shape)} as a whole; "

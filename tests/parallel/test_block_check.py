@@ -195,6 +195,17 @@ def test_divided_outputs_are_refused_unless_a_loss_takes_them() -> None:
     assert check(model(), {"0": "column-gathered", "1": "column-gathered"}, numbers)
 
 
+def test_outputs_that_have_heads_are_not_refused() -> None:
+    """Such as keys and values that transformers would use again."""
+
+    class Model(Calls):
+        def forward(self, x: Tensor) -> Any:
+            keys = self.up(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            return self.down(keys.transpose(1, 2).flatten(2)), keys
+
+    assert check(Model(lambda own, h: h), PAIR | {"": Heads("num_heads")}, batch())
+
+
 def test_a_loss_inside_the_model_takes_divided_logits() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
