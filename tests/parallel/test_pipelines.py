@@ -89,6 +89,8 @@ def test_options_that_split_layers_do_not_allow_are_refused_by_name(four: Ranks)
         assert "the mesh of this pipeline has no dimension 'tp', and axes= names none" in found["no axis"]
         assert "each of 2 ranks of a tensor group holds other blocks of the weights" in found["redundancy="]
         assert "'nothing' matches none of" in found["no pattern"]
+        assert "the input of '0.down', after '0.up', differs by" in found["sums"]
+        assert "on rank 1 of 2" in found["sums"]
         assert "got 'column'; for example, pass {'blocks.*.up': 'column'" in found["no mapping"]
 
 

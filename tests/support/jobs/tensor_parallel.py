@@ -36,6 +36,13 @@ class Block(nn.Module):
         return x + self.outer(self.down(self.inner(functional.gelu(self.up(self.norm(x))))))
 
 
+class Sums(Block):
+    """Joins the columns of all ranks but the first between its linear layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.down(self.inner(self.up(self.norm(x)).cumsum(-1))))
+
+
 class Case(NamedTuple):
     """The options of a training run, on a mesh of (dp, pp, tp) ranks."""
 
@@ -261,6 +268,7 @@ def refused(group: Any) -> dict[str, str]:
         "wrap=": said(lambda: pipeline(case, wrap=lambda module, stage: module)),
         "compile=": said(lambda: pipeline(case, compile=True)),
         "devices=": said(lambda: pipeline(case, mesh=None, devices=["cpu", "cpu"], distributed={"timeout": None})),
+        "sums": said(lambda: pipeline(case, model=nn.Sequential(*(Sums() for _ in range(4))))),
         "no axis": said(lambda: pipeline(case, mesh=rank_processes.mesh_of((2, 2), ("dp", "pp")))),
     }
     for name, options in distributed_options.items():
