@@ -7,7 +7,7 @@ import torch
 
 from pipesched.devices.streams import is_accelerator
 
-__all__ = ["default_generator", "generators_kept"]
+__all__ = ["default_generator", "default_generators", "generators_kept"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -20,14 +20,19 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
+def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Return the default generators of the CPU and of these devices, each once."""
+    accelerators = {device for device in devices if is_accelerator(device)}
+    return [torch.default_generator, *map(default_generator, accelerators)]
+
+
 @contextmanager
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore the state of the default generators of the CPU and of these devices after the ``with`` block.
 
     ``torch.random.fork_rng()`` does this for all devices of the machine, which takes long and warns if there are many.
     """
-    accelerators = {device for device in devices if is_accelerator(device)}
-    generators = [torch.default_generator, *map(default_generator, accelerators)]
+    generators = default_generators(devices)
     states = [generator.get_state() for generator in generators]
     try:
         yield

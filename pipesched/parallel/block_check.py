@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipesched.devices.generators import default_generator
+from pipesched.devices.generators import default_generators
 from pipesched.errors import InputError, PipeschedError
 from pipesched.parallel.attention import HeadsAttention
-from pipesched.parallel.axis_groups import AxisGroups
 from pipesched.parallel.cross_entropy import VocabularyCrossEntropy
 from pipesched.parallel.embedding import GatheredEmbedding, VocabularyEmbedding
 from pipesched.parallel.grid_layers import BlockedEmbedding, BlockedHeads, BlockedLinear, BlockedNorm, JoinsBlocks
@@ -31,7 +30,7 @@ from pipesched.parallel.layer_styles import Column, DividedVocabulary, Heads, La
 from pipesched.parallel.linear import ColumnLinear, RowLinear
 from pipesched.parallel.norms import DividesSequence, JoinsSequence
 from pipesched.parallel.split_module import held_by, is_split
-from pipesched.parallel.tensor_group import ActivationLayout, Division, TensorGroup
+from pipesched.parallel.tensor_group import ActivationLayout, TensorGroup
 from pipesched.parallel.weight_split import SplitWeights, WeightSplit
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.tensors.payload import pytree
@@ -101,14 +100,13 @@ class BlockCheck:
         names = {modules[name]: name for name in reversed([*styles]) if name in modules}
         divided = {layer for layer, name in names.items() if _divides(styles[name], layer)}
         names |= {part: name for name, part in modules.items() if isinstance(part, VocabularyCrossEntropy)}
-        check = None
-        for on_meta in (True, False):
-            if on_meta or not lacks_contents(model):
-                check = check or cls._ofrun_model(model, names, divided, sample, on_meta=on_meta)
+        check = cls._of_run(model, names, divided, sample, on_meta=True)
+        if check is None and not lacks_contents(model):
+            check = cls._of_run(model, names, divided, sample, on_meta=False)
         return check
 
     @classmethod
-    def _ofrun_model(
+    def _of_run(
         cls,
         model: nn.Module,
         names: Mapping[nn.Module, str],
@@ -177,9 +175,9 @@ class BlockCheck:
                     output = pytree.tree_map_only(
                         Tensor, values.shown, run_model(self.model, sample, on_meta=self.on_meta)
                     )
-        except PipeschedError as error:
-            if isinstance(error, InputError):
-                raise
+        except InputError:
+            raise
+        except PipeschedError:
             return  # code that needs values of the weights
         except Exception as error:  # any error of a model's code
             if blocks.begun:
@@ -206,18 +204,18 @@ class _Blocks:
         if layout is None or own is None:
             return
         due = self._own(given, layout)
-        name = self.names[layer]
-        place = f"the input of {name!r}{self._after}"
+        place = f"the input of {self.names[layer]!r}{self._after}"
+        remedy = _MIXES if layout is _SEQUENCE else _JOINS
         if own.shape != due.shape:
             raise InputError(
                 f"a layer that tensor_parallel= divides must get its block of the whole input; {place} has the shape "
                 f"{list(own.shape)} on rank {self.group.rank} of {self.group.size}, and the block {list(due.shape)}; "
-                f"{_MIXES if layout is _SEQUENCE else _JOINS}"
+                f"{remedy}"
             )
-        self._compare(own, due, place, _MIXES if layout is _SEQUENCE else _JOINS)
+        self._compare(own, due, place, remedy)
 
     def output(self, layer: nn.Module, output: Any, whole: Any) -> Any:
-        """Return what a layer returns to this rank, given what the whole layer returned."""
+        """Return this rank's block of the whole layer's output, or the layer's own output if that has no values."""
         layout = self._output_layout(layer)
         if layout is None:
             return output
@@ -288,21 +286,13 @@ class _Blocks:
 
     def _own(self, whole: Tensor, layout: ActivationLayout, sections: tuple[int, ...] = ()) -> Tensor:
         last = whole.dim() - 1
-        for dim, place, parts in self._divisions(layout, last):
+        for dim, place, parts in self.group.divisions_at(layout, last):
             split = WeightSplit(dim=dim, sections=sections if dim == last else ())
             whole = split.own(whole, place, parts)
         return whole
 
-    def _divisions(self, layout: ActivationLayout, last: int) -> list[Division]:
-        group = self.group
-        if layout is _WHOLE:
-            return []
-        if isinstance(group.grid, AxisGroups):
-            return group.grid.divisions(layout, last)
-        return [Division(group.sequence_dim if layout is _SEQUENCE else last, group.rank, group.size)]
-
     def _output_layout(self, layer: nn.Module) -> ActivationLayout | None:
-        """Return the layout of what a layer has just returned; None if the layer itself computes it from its input."""
+        """Return the layout of a layer's output; None if the output is not taken from the whole layer."""
         if isinstance(layer, BlockedNorm):
             return ActivationLayout.OUTER
         if isinstance(layer, _RETURN):
@@ -377,6 +367,5 @@ def _hooked(layers: Iterable[nn.Module], before: Any, after: Any) -> Iterator[No
 
 def _random_states(model: nn.Module) -> dict[torch.Generator, Tensor]:
     """Return the states of the generators from which the model may draw."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
-    generators = {torch.default_generator, *map(default_generator, devices)}
-    return {generator: generator.get_state() for generator in generators}
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    return {generator: generator.get_state() for generator in default_generators(devices)}

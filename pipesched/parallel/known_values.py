@@ -23,10 +23,14 @@ _META = torch.device("meta")
 
 
 class KnownValues(TorchFunctionMode):
-    """The tensors that have values where all others are on the meta device, or all tensors if none is there.
+    """Knows which tensors have values while the weights of a model are on the meta device.
 
-    A function of such tensors computes. Meta tensors beside them get the same value in each element, so that a block
-    of them has it, too.
+    A function that gets a tensor with values returns values. In such a function, all elements of a meta tensor have the
+    same value, so that a block of the tensor has the values of the whole.
+
+    Args:
+        on_meta: whether the weights are on the meta device. If they are not, every tensor has values.
+
     """
 
     def __init__(self, *, on_meta: bool) -> None:
@@ -36,7 +40,7 @@ class KnownValues(TorchFunctionMode):
         self._generator = torch.Generator().manual_seed(0)
 
     def make_up(self, output: Tensor) -> Tensor:
-        """Return values for the output of a whole layer, of which no columns are alike."""
+        """Return values for the output of a whole layer. Each column has another mean and another spread."""
         if not output.is_floating_point() or not output.dim():
             return output
         if self._on_meta:

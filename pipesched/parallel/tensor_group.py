@@ -226,7 +226,10 @@ class TensorGroup:
         the first layer of the pair has returned four dimensions. ``scores`` states that it has.
         """
         has_scores = scores or (layout is not ActivationLayout.OUTER and self._inner_dims != 4)
-        hidden = 1 if dims == 4 and has_scores else dims - 1
+        return self.divisions_at(layout, 1 if dims == 4 and has_scores else dims - 1)
+
+    def divisions_at(self, layout: ActivationLayout, hidden: int) -> list[Division]:
+        """Return the divided dimensions of activations whose hidden units or heads lie in the dimension ``hidden``."""
         if layout is ActivationLayout.WHOLE:
             return []
         if layout is ActivationLayout.SEQUENCE:

@@ -46,7 +46,7 @@ def attention(own: Any, h: Tensor) -> Tensor:
 
 
 def interleaved(own: Any, h: Tensor) -> Tensor:
-    """Attention whose weight has the query, the key and the value of each head beside each other."""
+    """Attention. The columns of its weight are ordered by head, and then by query, key and value."""
     q, k, v = h.unflatten(-1, (own.num_heads, 3, -1)).transpose(1, 2).unbind(3)
     return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 

@@ -108,6 +108,7 @@ REAL_HANDLERS = """
 
     def await_squeeze(self, microbatch: int) -> None:
         self._squeezing.join()
+        assert self._squeezing.finished.is_set()
 """
 FAKE_HANDLERS = """
     def squeeze(self, microbatch: int) -> None:
